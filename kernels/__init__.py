@@ -1,0 +1,14 @@
+"""Layer and tokens to output. Knows no files and no checkpoint formats. Modules in dependency order.
+
+errors             `MarlinMoEError` and the op's errors
+activation         the activations between the two GEMMs, and their formulas
+layout             the Marlin layout and its inverse, in plain torch: the contract with `repack`
+matrix             one projection of all experts in that layout: QuantFormat, MarlinMatrix
+plan               MoEProblem to MoEPlan, and the bytes of every buffer: integers only
+scratch            scratch memory per device and stream, and who is alive to use it
+workspace          a layer's handle on its scratch: Workspace, reserve
+layer              MarlinMoELayer, the op's input
+arguments          the arguments of one call, checked against the layer and each other
+backends           what runs a checked call; `reference` defines what is correct
+fused_marlin_moe   the op: check once, problem, plan, backend
+"""
