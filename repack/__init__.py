@@ -1,0 +1,20 @@
+"""Checkpoint to layer. `pipeline` is the file to read first. Modules in dependency order.
+
+errors          errors of reading, repacking and storing
+tensor_file     one safetensors file: header checked, tensors read by position
+checkpoint      a directory: config, index, tensors read when asked for
+experts         where the routed experts of a checkpoint are
+scheme          quantization_config to the QuantScheme of one MoE layer
+quant_methods   one file per quantization tool: its config, its tensors
+states          what flows between stages: ExpertTensors, State, Context
+layers          the quantized MoE layers of an open checkpoint, in order
+check           a layer's tensors against its scheme, from headers alone
+native          the loop over packed words, in C or in torch
+assemble        a finished state to MarlinMoELayer
+stage           what a stage declares: reads, writes, drops
+stages          one file per stage, in the order in which they run
+pipeline        the stages in order, checked to fit
+blocks          a pipeline over blocks of experts, under a byte budget
+process         process_weights, update_weights_
+load            load_layers
+"""

@@ -1,0 +1,160 @@
+"""Runs a pipeline block after block of experts under a byte budget, each result into its destination.
+
+Shapes are learnt first, by running the stages once on meta tensors; then the destination is allocated whole
+and every block's results are written into its slice. So the peak is the finished layer plus one block.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from .errors import ExpertsError, PipelineError, ShardError, report
+from .pipeline import CHECKPOINT_FIELDS, Pipeline
+from .states import Context, ExpertFacts, ExpertTensors, State
+
+BLOCK_BYTES = 128 << 20
+"""Source bytes that one block holds by default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """dtype and shape of a tensor to allocate."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Destination(Protocol):
+    """Where a layer's results go: memory, or a file."""
+
+    def allocate(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Make room for the whole layer, before the first block."""
+
+    def block(self, start: int, stop: int) -> Mapping[str, torch.Tensor]:
+        """Tensors that take the results of experts [start, stop) of the rank."""
+
+    def commit(self, start: int, stop: int) -> None:
+        """The tensors of `block(start, stop)` hold their results."""
+
+
+class LayerMemory:
+    """`Destination` in memory: the tensors of the finished layer."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def allocate(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Allocate all tensors, uninitialised."""
+        for name, spec in specs.items():
+            self.tensors[name] = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+
+    def block(self, start: int, stop: int) -> Mapping[str, torch.Tensor]:
+        """Views of the layer's tensors."""
+        return {name: tensor[start:stop] for name, tensor in self.tensors.items()}
+
+    def commit(self, start: int, stop: int) -> None:
+        """Nothing to do: the views are the layer."""
+
+
+def run_blocks(
+    pipeline: Pipeline,
+    experts: ExpertTensors,
+    facts: ExpertFacts,
+    context: Context,
+    destination: Destination,
+    *,
+    block_bytes: int = BLOCK_BYTES,
+) -> ExpertFacts:
+    """Every expert of this EP rank through the block stages into `destination`; the facts of the result.
+
+    Raises:
+        ExpertsError: values that no layer can have, over all blocks in one text.
+        ShardError, PipelineError: before anything is allocated.
+    """
+    rank = rank_experts(facts, context)
+    result = plan(pipeline, experts, facts, context)
+    specs = {
+        name: TensorSpec(dtype=tensor.dtype, shape=(len(rank), *tensor.shape[1:]))
+        for name, tensor in result.tensors()
+    }
+    destination.allocate(specs)
+    for block in blocks(experts, rank, block_bytes=block_bytes):
+        start, stop = block.start - rank.start, block.stop - rank.start
+        slots = destination.block(start, stop)
+        state = State(experts=block, facts=facts, fields={"expert_tensors": experts})
+        state = pipeline.run_block(state, replace(context, destination=slots))
+        _place(state, slots)
+        destination.commit(start, stop)
+    if context.problems:
+        raise ExpertsError(report(facts.module, context.problems))
+    return result.facts
+
+
+def plan(pipeline: Pipeline, experts: ExpertTensors, facts: ExpertFacts, context: Context) -> State:
+    """The state that one expert ends in, as meta tensors: shapes, dtypes and facts; nothing is read.
+
+    Raises:
+        ShardError: the layer does not split as the context asks.
+        PipelineError: the stages leave something of this layer in checkpoint layout.
+    """
+    meta = replace(context, device=torch.device("meta"), destination={}, problems=[])
+    one = State(experts=range(1), facts=facts, fields={"expert_tensors": experts})
+    result = pipeline.run_block(one, meta)
+    left = [name for name in CHECKPOINT_FIELDS if name in result.fields]
+    if left:
+        raise PipelineError(
+            f"{facts.module}: expected the stages to bring every tensor into the Marlin layout, got "
+            f"{', '.join(left)} left by {', '.join(pipeline.names)}. A stage is missing."
+        )
+    if result.facts.intermediate_size * context.tp.size != facts.intermediate_size:
+        raise PipelineError(
+            f"{facts.module}: expected an intermediate size of {facts.intermediate_size} / tp "
+            f"{context.tp.size}, got {result.facts.intermediate_size}. Stage shard is missing."
+        )
+    return result
+
+
+def rank_experts(facts: ExpertFacts, context: Context) -> range:
+    """The experts of this EP rank, counted over the whole layer."""
+    rank = range(*context.ep.bounds(facts.num_experts))
+    if not rank:
+        raise ShardError(
+            f"{facts.module}: expected at least one expert on every EP rank, got {facts.num_experts} experts "
+            f"for ep={context.ep.size}. EP sizes up to {facts.num_experts} work."
+        )
+    return rank
+
+
+def blocks(experts: ExpertTensors, rank: range, *, block_bytes: int) -> Iterator[range]:
+    """The rank's experts in blocks of at most `block_bytes` source bytes, at least one expert each."""
+    stem = f"{rank[0]}."
+    per_expert = sum(
+        torch.Size(shape).numel() * dtype.itemsize
+        for key, (dtype, shape) in experts.shapes.items()
+        if dtype is not None and key.startswith(stem)
+    )
+    size = max(1, block_bytes // max(1, per_expert))
+    for start in range(rank.start, rank.stop, size):
+        yield range(start, min(start + size, rank.stop))
+
+
+def _place(state: State, slots: Mapping[str, torch.Tensor]) -> None:
+    """Every result into its slot; a stage that wrote there already returned the slot itself."""
+    results = dict(state.tensors())
+    if results.keys() != slots.keys():
+        raise PipelineError(
+            f"{state.facts.module}: expected the fields {', '.join(sorted(slots))} as on meta tensors, got "
+            f"{', '.join(sorted(results))}. A stage decides by values what it writes."
+        )
+    for name, slot in slots.items():
+        tensor = results[name]
+        if tensor.shape != slot.shape or tensor.dtype != slot.dtype:
+            raise PipelineError(
+                f"{state.facts.module}.{name}: expected {slot.dtype} {tuple(slot.shape)} as on meta tensors, "
+                f"got {tensor.dtype} {tuple(tensor.shape)}. A stage decides by values what it writes."
+            )
+        if tensor.data_ptr() != slot.data_ptr():
+            slot.copy_(tensor)

@@ -1,0 +1,199 @@
+"""A layer's expert tensors against its scheme, from headers: nothing is inferred, all is checked."""
+
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+from .checkpoint import shorten
+from .errors import ExpertsError, MarlinMoEWarning, report
+from .quant_methods.method import Field, QuantMethod
+from .quant_methods.table import METHODS
+from .scheme import QuantScheme, WeightScheme
+from .states import ExpertFacts, ExpertTensors, MatrixFacts, dtype_name
+
+
+def expert_facts(experts: ExpertTensors, scheme: QuantScheme) -> ExpertFacts:
+    """The facts of a layer whose tensors all fit its scheme.
+
+    Raises:
+        ExpertsError: experts or tensors missing or left over, shapes or dtypes that disagree with the
+            scheme or with each other, sizes that the Marlin layout has no place for. All in one text.
+    """
+    method = METHODS[scheme.quant_method]
+    missing = _missing_experts(experts)
+    if missing:
+        raise ExpertsError(missing)
+    spelling = experts.module.spelling
+    sizes = {
+        role: _sizes(experts, f"{experts.module.experts[0]}.{projection}", weights, method)
+        for role, projection, weights in (
+            ("up", spelling.up, scheme.w13),
+            ("down", spelling.down, scheme.w2),
+        )
+    }
+    intermediate, hidden = sizes["up"][0], sizes["down"][0]
+    problems = list(_tensor_problems(experts, scheme, method, hidden=hidden, intermediate=intermediate))
+    problems += _layout_problems(experts.name, scheme, hidden=hidden, intermediate=intermediate)
+    scales = {dtype for key, (dtype, _) in experts.shapes.items() if key.endswith(SCALE_FIELDS)}
+    if len(scales) > 1 and not problems:
+        problems.append(
+            f"{experts.name}: expected scales of one dtype, got {', '.join(sorted(map(dtype_name, scales)))}."
+        )
+    biased = _presence(experts, "bias", problems)
+    if problems:
+        raise ExpertsError(report(experts.name, problems))
+    return ExpertFacts(
+        module=experts.name,
+        num_experts=len(experts.module.experts),
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        padded_intermediate_size=intermediate,
+        gated=True,
+        w13=_matrix_facts(experts, (spelling.gate, spelling.up), scheme.w13, method, hidden),
+        w2=_matrix_facts(experts, (spelling.down,), scheme.w2, method, intermediate),
+        scales_dtype=next(iter(scales)) or torch.bfloat16,
+        biased=biased,
+    )
+
+
+SCALE_FIELDS = ("weight_scale", "scales")
+
+
+def _matrix_facts(
+    experts: ExpertTensors,
+    projections: tuple[str, ...],
+    scheme: WeightScheme,
+    method: QuantMethod,
+    size_k: int,
+) -> MatrixFacts:
+    group_size = scheme.group_size
+    one_group = group_size is None or group_size >= size_k
+    bits = method.effective_bits(experts, projections, scheme)
+    if bits != scheme.bits:
+        warnings.warn(
+            f"{experts.name}: {', '.join(projections)} widened from {scheme.bits} to {bits} bits, "
+            f"exactly, because a stored zero point is {2**scheme.bits}, which {scheme.bits} bits cannot hold.",
+            MarlinMoEWarning,
+            stacklevel=2,
+        )
+    return MatrixFacts(
+        bits=bits,
+        group_size=None if one_group else group_size,
+        symmetric=scheme.symmetric,
+        act_order=scheme.act_order and not one_group,
+    )
+
+
+def _missing_experts(experts: ExpertTensors) -> str | None:
+    seen = experts.module.experts
+    absent = sorted(set(range(len(seen))) - set(seen)) or sorted(set(range(seen[-1] + 1)) - set(seen))
+    if not absent:
+        return None
+    return (
+        f"{experts.name}: expected experts 0 .. {seen[-1]} without a gap, got {len(seen)} experts without "
+        f"{shorten([str(e) for e in absent])}. A shard of the checkpoint is missing; fetch it again."
+    )
+
+
+def _sizes(experts: ExpertTensors, stem: str, scheme: WeightScheme, method: QuantMethod) -> tuple[int, int]:
+    """(N, K) that one projection's packed words have room for."""
+    key = f"{stem}.{method.packed_field}"
+    if key not in experts.shapes:
+        raise ExpertsError(
+            f"{experts.full_name(key)}: expected in the checkpoint, got nothing. A shard is missing."
+        )
+    _, shape = experts.shapes[key]
+    if len(shape) != 2 or 0 in shape:
+        raise ExpertsError(f"{experts.full_name(key)}: expected packed words in two dimensions, got {shape}.")
+    return method.sizes(shape, bits=scheme.bits)
+
+
+def _tensor_problems(
+    experts: ExpertTensors, scheme: QuantScheme, method: QuantMethod, *, hidden: int, intermediate: int
+) -> Iterator[str]:
+    spelling = experts.module.spelling
+    plan = (
+        (spelling.gate, scheme.w13, intermediate, hidden),
+        (spelling.up, scheme.w13, intermediate, hidden),
+        (spelling.down, scheme.w2, hidden, intermediate),
+    )
+    fields = {p: method.fields(weights, size_n=n, size_k=k) for p, weights, n, k in plan}
+    sizes = {p: (n, k) for p, _, n, k in plan}
+    where = {p: f"{weights} ({weights.where})" for p, weights, _, _ in plan}
+    wanted: set[str] = set()
+    missing: list[str] = []
+    for projection, expected in fields.items():
+        for field in expected:
+            keys = [f"{expert}.{projection}.{field.name}" for expert in experts.module.experts]
+            wanted.update(keys)
+            present = [key for key in keys if key in experts.shapes]
+            if field.required:
+                missing += [key for key in keys if key not in experts.shapes]
+            found = [
+                _field_problem(experts, key, field, sizes[projection], where[projection]) for key in present
+            ]
+            problems = [problem for problem in found if problem]
+            if problems:
+                alike = f" ({len(problems) - 1} more experts alike.)" if len(problems) > 1 else ""
+                yield problems[0] + alike
+    if missing:
+        yield (
+            f"{experts.name}: expected {len(missing)} tensors more, because every expert is "
+            f"{where[spelling.gate]}, got none of {shorten(missing)}. A shard is missing, or the config is "
+            "of another checkpoint."
+        )
+    left_over = [key for key in experts.shapes if key not in wanted]
+    if left_over:
+        yield (
+            f"{experts.name}: expected only the tensors of {where[spelling.gate]}, got {len(left_over)} that "
+            f"nothing uses: {shorten(left_over)}. The config and the tensors disagree."
+        )
+
+
+def _field_problem(
+    experts: ExpertTensors, key: str, field: Field, size: tuple[int, int], where: str
+) -> str | None:
+    dtype, shape = experts.shapes[key]
+    n, k = size
+    if shape != field.shape:
+        return (
+            f"{experts.full_name(key)}: expected {field.shape} because N={n}, K={k} and the weights are "
+            f"{where}, got {shape}. The checkpoint and its config disagree."
+        )
+    if dtype not in field.dtypes:
+        names = " or ".join(dtype_name(d) for d in field.dtypes)
+        return f"{experts.full_name(key)}: expected {names}, got {dtype_name(dtype)}."
+    if field.name == "weight_shape" and tuple(found := experts.read(key).tolist()) != size:
+        return (
+            f"{experts.full_name(key)}: expected {[n, k]} as the packed words have, got {found}. One of them "
+            "is of another checkpoint."
+        )
+    return None
+
+
+def _layout_problems(module: str, scheme: QuantScheme, *, hidden: int, intermediate: int) -> Iterator[str]:
+    if hidden % 64:
+        yield (
+            f"{module}: expected a hidden size that is a multiple of 64, Marlin's tile, got {hidden}. Only "
+            "the intermediate size can be padded."
+        )
+    for name, weights, k in (("w13", scheme.w13, hidden), ("w2", scheme.w2, intermediate)):
+        size = weights.group_size
+        if size is not None and k > size and k % size:
+            yield (
+                f"{module}.{name}: expected groups x group_size = K, got K={k} and group_size {size} "
+                f"({weights.where}). The last group would be cut; Marlin cannot run it."
+            )
+
+
+def _presence(experts: ExpertTensors, field: str, problems: list[str]) -> bool:
+    """Whether every projection of every expert has an optional field; some but not all is a problem."""
+    holders = [key for key in experts.shapes if key.endswith(f".{field}")]
+    total = len(experts.module.experts) * 3
+    if holders and len(holders) != total:
+        problems.append(
+            f"{experts.name}: expected {field} on all {total} projections or on none, got it on "
+            f"{len(holders)}."
+        )
+    return bool(holders)

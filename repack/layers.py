@@ -1,0 +1,69 @@
+"""The quantized MoE layers of an open checkpoint, in order: `MoELayerSource`."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .checkpoint import Checkpoint, shorten
+from .errors import ExpertsError, SchemeError
+from .experts.find import ExpertsModule, find_experts
+from .quant_methods.table import METHODS
+from .scheme import Linears, QuantScheme
+from .states import ExpertTensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoELayerSource:
+    """One MoE layer of a checkpoint: its scheme and its tensors, read when asked for."""
+
+    name: str
+    scheme: QuantScheme
+    experts: ExpertTensors
+
+
+def moe_layers(checkpoint: Checkpoint, *, only: Iterable[str] | None = None) -> dict[str, MoELayerSource]:
+    """Module name -> every MoE layer whose routed experts are WNA16, in natural order.
+
+    Experts stored as plain weights (an MTP layer in bf16) are no WNA16 layer: they are carried over.
+
+    Raises:
+        ExpertsError: none is found, or `only` names one that is not there; it lists what was seen.
+        SchemeError: packed experts that the config does not name, or that Marlin cannot run.
+    """
+    modules = {name: module for name, module in find_experts(checkpoint.tensors).items() if module.quantized}
+    if not modules:
+        raise ExpertsError(
+            f"{checkpoint.path}: expected routed experts with packed weights "
+            f"(…experts.<n>.gate_proj.weight_packed or alike), got none among {len(checkpoint.tensors)} "
+            "tensors. This is no WNA16 MoE checkpoint."
+        )
+    names = list(modules) if only is None else list(only)
+    unknown = [name for name in names if name not in modules]
+    if unknown:
+        raise ExpertsError(
+            f"only: expected names of MoE layers in {checkpoint.path} ({shorten(list(modules))}), got "
+            f"{shorten(unknown)}."
+        )
+    config = checkpoint.quantization_config
+    return {name: _layer(checkpoint, config, modules[name]) for name in modules if name in names}
+
+
+def _layer(checkpoint: Checkpoint, config: Mapping[str, Any], module: ExpertsModule) -> MoELayerSource:
+    scheme = QuantScheme.find(config, module.name, linears=linears(module))
+    if scheme is None:
+        packed = METHODS[config.get("quant_method", "compressed-tensors")].packed_field
+        raise SchemeError(
+            f"{module.name}: expected quantization_config to target its experts, because they have {packed}, "
+            "got no group that does, or `ignore` names them. The config is of another checkpoint."
+        )
+    return MoELayerSource(
+        name=module.name, scheme=scheme, experts=ExpertTensors.from_checkpoint(checkpoint, module)
+    )
+
+
+def linears(module: ExpertsModule) -> Linears:
+    """Role -> the full names of the module's linears."""
+    roles = zip(("gate", "up", "down"), module.spelling.projections, strict=True)
+    return {
+        role: tuple(f"{module.name}.{e}.{projection}" for e in module.experts) for role, projection in roles
+    }

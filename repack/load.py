@@ -1,0 +1,63 @@
+"""A checkpoint directory, packed or not -> its MoE layers on one rank."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from ..kernels.layer import WHOLE, MarlinMoELayer, Shard
+from .checkpoint import Checkpoint
+from .layers import moe_layers
+from .process import Recipe
+
+
+def load_layers(
+    path: str | Path,
+    device: torch.device | str = "cpu",
+    *,
+    tp: Shard = WHOLE,
+    ep: Shard = WHOLE,
+    dtype: torch.dtype | None = None,
+    max_tokens: int = 8192,
+    top_k: int | None = None,
+    only: Iterable[str] | None = None,
+    check: bool = False,
+    allow_dead_experts: bool = False,
+) -> dict[str, MarlinMoELayer]:
+    """Module name -> `MarlinMoELayer` of every WNA16 MoE layer of a checkpoint directory.
+
+    Args:
+        path: a source checkpoint, which is repacked in memory, or a packed one, which is only read.
+        device: where the layers lie.
+        tp: this rank's slice of the intermediate size.
+        ep: this rank's experts: rank q of size s has [q*E//s, (q+1)*E//s). Router ids stay global.
+        dtype: of scales and bias (bfloat16, float16, float32); None keeps the source's.
+        max_tokens: tokens that one pass of the op takes; more run in chunks.
+        top_k: experts per token, for sizing the workspace; by default the config's.
+        only: exact module names; all layers by default.
+        check: also compare the hash of every tensor of a packed checkpoint.
+        allow_dead_experts: accept a projection whose scales are all zero (experts that calibration never
+        reached).
+
+    Returns:
+        Layers by their module's name in the checkpoint, e.g. `model.layers.3.mlp.experts`, in natural order.
+
+    Raises:
+        MarlinMoEError: anything that keeps a layer from being exactly right; all problems of a layer in one
+        text.
+    """
+    recipe_of = {
+        "tp": tp,
+        "ep": ep,
+        "dtype": dtype,
+        "max_tokens": max_tokens,
+        "allow_dead_experts": allow_dead_experts,
+    }
+    target = torch.device(device)
+    with Checkpoint(path) as checkpoint:
+        return {
+            layer.name: Recipe(
+                scheme=layer.scheme, module=layer.name, top_k=top_k or checkpoint.top_k, **recipe_of
+            ).run(layer.experts, target)
+            for layer in moe_layers(checkpoint, only=only).values()
+        }

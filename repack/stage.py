@@ -1,0 +1,81 @@
+"""`Stage`: a function from state to state that declares which fields it reads, writes and drops."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .states import Context, State
+
+StageFunction = Callable[[State, Context], State]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One step of the pipeline.
+
+    Attributes:
+        name: as in `Pipeline.without(name)`.
+        function: (state, context) -> state. It is also called once on meta tensors, to learn shapes.
+        reads: fields that must be there.
+        reads_optional: fields that it takes along where the layer has them.
+        writes: fields that are there afterwards.
+        writes_optional: fields that may be there afterwards.
+        drops: fields that are gone afterwards.
+        after: names of stages that, where the pipeline has them, come before this one.
+        whole_layer: it runs once, on all experts in their destination, after the last block.
+    """
+
+    name: str
+    function: StageFunction
+    reads: tuple[str, ...] = ()
+    reads_optional: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    writes_optional: tuple[str, ...] = ()
+    drops: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    whole_layer: bool = False
+
+    def __call__(self, state: State, context: Context) -> State:
+        """The next state."""
+        return self.function(state, context)
+
+
+def stage(
+    *,
+    name: str | None = None,
+    reads: tuple[str, ...] = (),
+    reads_optional: tuple[str, ...] = (),
+    writes: tuple[str, ...] = (),
+    writes_optional: tuple[str, ...] = (),
+    drops: tuple[str, ...] = (),
+    after: tuple[str, ...] = (),
+    whole_layer: bool = False,
+) -> Callable[[StageFunction], Stage]:
+    """Make a `Stage` of a function `(state, context) -> state`; its name is the function's unless given.
+
+    Example:
+        @stage(reads=("w13_weight_scale",), writes=("w13_weight_scale",))
+        def halve_scales(state, context):
+            return state.evolve(w13_weight_scale=state["w13_weight_scale"] / 2)
+
+        pipeline = Pipeline.default().insert_after("gather", halve_scales)
+    """
+
+    def make(function: StageFunction) -> Stage:
+        return Stage(
+            name=name or function.__name__,
+            function=function,
+            reads=reads,
+            reads_optional=reads_optional,
+            writes=writes,
+            writes_optional=writes_optional,
+            drops=drops,
+            after=after,
+            whole_layer=whole_layer,
+        )
+
+    return make
+
+
+def both(*fields: str) -> tuple[str, ...]:
+    """Each field of w13 and of w2: `both("qweight")` is `("w13_qweight", "w2_qweight")`."""
+    return tuple(f"{matrix}_{field}" for matrix in ("w13", "w2") for field in fields)

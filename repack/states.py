@@ -1,0 +1,229 @@
+"""What flows through the pipeline: `ExpertTensors` in, then a `State` with its `ExpertFacts`.
+
+Letters: B experts of a block, R projections of a matrix (gate and up: 2, down: 1), K x N a matrix, G groups
+along K.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from ..kernels.layer import Shard
+from .checkpoint import Checkpoint
+from .errors import ExpertsError, PipelineError
+from .experts.find import ExpertsModule, below, find_experts
+from .tensor_file import DTYPE_NAMES, DTYPES
+
+
+class TensorSource(Protocol):
+    """Where tensors are read from."""
+
+    @property
+    def fills_any_device(self) -> bool:
+        """Whether `read_into` takes tensors of any device; else contiguous CPU tensors."""
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out` with tensor `name`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertTensors:
+    """The tensors of one module of routed experts, read when asked for.
+
+    Attributes:
+        module: how it is found and how its tensors are named.
+        shapes: key below the module (`7.gate_proj.weight_packed`) -> (dtype, shape).
+        source: reads a tensor by its full name.
+    """
+
+    module: ExpertsModule
+    shapes: Mapping[str, tuple[torch.dtype | None, tuple[int, ...]]]
+    source: TensorSource
+
+    @classmethod
+    def from_mapping(cls, tensors: Mapping[str, torch.Tensor], *, module: str = "experts") -> "ExpertTensors":
+        """Experts of tensors by their names below the module, e.g. `{"7.gate_proj.weight_packed": …}`."""
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{module}.{name}: expected a torch.Tensor, got {type(tensor).__name__}.")
+        prefix = f"{module}." if module else ""
+        named = {prefix + name: tensor for name, tensor in tensors.items()}
+        found = find_experts(named).get(module)
+        if found is None:
+            seen = ", ".join(list(tensors)[:3]) or "no tensors"
+            raise ExpertsError(
+                f"{module}: expected names below the experts module, such as 7.gate_proj.weight_packed, got "
+                f"{seen}."
+            )
+        shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        return cls(module=found, shapes=shapes, source=MappingSource(named))
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, module: ExpertsModule) -> "ExpertTensors":
+        """Experts of an open checkpoint; nothing is read yet."""
+        entries = {
+            key: checkpoint.tensors[f"{module.name}.{key}"] for key in below(module.name, checkpoint.tensors)
+        }
+        shapes = {key: (DTYPES.get(entry.dtype), entry.shape) for key, entry in entries.items()}
+        return cls(module=module, shapes=shapes, source=checkpoint)
+
+    @property
+    def name(self) -> str:
+        """The module's name in the checkpoint."""
+        return self.module.name
+
+    def full_name(self, key: str) -> str:
+        """The name in the checkpoint of a key below the module."""
+        return f"{self.name}.{key}" if self.name else key
+
+    def read_into(self, key: str, out: torch.Tensor) -> None:
+        """Fill `out` (CPU, contiguous) with the tensor at `key` below the module."""
+        self.source.read_into(self.full_name(key), out)
+
+    def read(self, key: str) -> torch.Tensor:
+        """A new CPU tensor with the values at `key` below the module."""
+        dtype, shape = self.shapes[key]
+        out = torch.empty(shape, dtype=dtype)
+        self.read_into(key, out)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class MappingSource:
+    """`TensorSource` over tensors in memory."""
+
+    tensors: Mapping[str, torch.Tensor]
+    fills_any_device: bool = True
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Copy tensor `name` into `out`."""
+        out.copy_(self.tensors[name])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixFacts:
+    """How w13 or w2 is quantized at this point of the pipeline.
+
+    `group_size` is inputs per scale, None where the matrix had one group along K in the source.
+    """
+
+    bits: int
+    group_size: int | None
+    symmetric: bool
+    act_order: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertFacts:
+    """The layer that a block belongs to, at this point of the pipeline.
+
+    Attributes:
+        module: its name in the checkpoint.
+        num_experts: experts of the whole layer.
+        hidden_size: H.
+        intermediate_size: I of this rank, unpadded (before `shard`: of the source).
+        padded_intermediate_size: I as the tensors hold it.
+        gated: w13 is [gate; up]; else up alone.
+        w13, w2: their quantization.
+        scales_dtype: of the source's scales.
+        biased: the projections have a bias.
+    """
+
+    module: str
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    padded_intermediate_size: int
+    gated: bool
+    w13: MatrixFacts
+    w2: MatrixFacts
+    scales_dtype: torch.dtype
+    biased: bool = False
+
+    @property
+    def halves(self) -> int:
+        """R of w13: 2 when gated."""
+        return 2 if self.gated else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """A block of experts between two stages.
+
+    Attributes:
+        experts: the block's experts, counted over the whole layer.
+        facts: of the layer at this point.
+        fields: field name -> tensor [B, …] (or object, for `expert_tensors` and `workspace`).
+    """
+
+    experts: range
+    facts: ExpertFacts
+    fields: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        """The field `name`; PipelineError when no stage wrote it."""
+        if name not in self.fields:
+            raise PipelineError(
+                f"{name}: expected a stage before this one to write it, got {', '.join(self.fields)}."
+            )
+        return self.fields[name]
+
+    def get(self, name: str) -> Any:
+        """The field `name`, or None where the layer has none (zero points of a symmetric one, …)."""
+        return self.fields.get(name)
+
+    def evolve(
+        self,
+        written: Mapping[str, Any] | None = None,
+        *,
+        facts: ExpertFacts | None = None,
+        drop: tuple[str, ...] = (),
+        **named: Any,
+    ) -> "State":
+        """A new state with fields dropped, then fields written; writing None drops the field too."""
+        new = {**(written or {}), **named}
+        gone = {*drop, *new}
+        kept = {name: value for name, value in self.fields.items() if name not in gone}
+        kept.update({name: value for name, value in new.items() if value is not None})
+        return replace(self, facts=facts or self.facts, fields=kept)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(field name, tensor) of the fields that are tensors."""
+        for name, value in self.fields.items():
+            if isinstance(value, torch.Tensor):
+                yield name, value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What every stage is told besides its state.
+
+    Attributes:
+        device: where the stages run and the layer lies.
+        tp, ep: this rank.
+        dtype: of scales and bias in the result; None keeps the source's.
+        scheme: the layer's `QuantScheme`.
+        destination: Marlin field -> where this block's part of the result belongs; a stage may write there
+            and return the same tensor, which saves a copy. Empty where nothing is allocated yet.
+        problems: collected over all blocks and raised together as one error at the end of the layer.
+        allow_dead_experts: accept a projection whose scales are all zero.
+        top_k, max_tokens: for the workspace.
+    """
+
+    device: torch.device
+    tp: Shard
+    ep: Shard
+    scheme: Any
+    dtype: torch.dtype | None = None
+    destination: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    allow_dead_experts: bool = False
+    top_k: int | None = None
+    max_tokens: int = 8192
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """A dtype for messages, in safetensors' spelling."""
+    return "an unknown dtype" if dtype is None else DTYPE_NAMES.get(dtype, str(dtype))

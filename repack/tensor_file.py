@@ -1,0 +1,171 @@
+"""One safetensors file: its header validated, its tensors read by position into memory that the caller owns.
+
+Reads are positioned (`preadv`) and not mapped, because a fault or a truncation under a map is a SIGBUS.
+"""
+
+import ctypes
+import json
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from .errors import CheckpointError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """Where one tensor lies: `dtype` in safetensors' spelling, `offset_bytes` from the start of `file`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    offset_bytes: int
+    nbytes: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype in torch's spelling; CheckpointError where torch has none."""
+        if self.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{self.name}: expected a dtype that torch has ({', '.join(DTYPES)}), got {self.dtype} in "
+                f"{self.file}."
+            )
+        return DTYPES[self.dtype]
+
+
+class TensorFile:
+    """An open safetensors file: `entries` by name, `metadata`, and positioned reads.
+
+    Raises:
+        CheckpointError: no such file, not a safetensors file, or its length is not what its header says.
+    """
+
+    def __init__(self, path: Path, *, name: str | None = None) -> None:
+        self.path = path
+        self.name = path.name if name is None else name
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: expected a readable safetensors file, got {error.strerror}."
+            ) from error
+        try:
+            self.size_bytes = os.fstat(self._fd).st_size
+            self.header_bytes, header = _read_header(self._fd, path, self.size_bytes)
+        except BaseException:
+            self.close()
+            raise
+        self.metadata: dict[str, str] = header.pop("__metadata__", {})
+        start = self.header_bytes
+        self.entries: Mapping[str, TensorEntry] = {
+            key: TensorEntry(
+                name=key,
+                dtype=value["dtype"],
+                shape=tuple(value["shape"]),
+                file=self.name,
+                offset_bytes=start + value["data_offsets"][0],
+                nbytes=value["data_offsets"][1] - value["data_offsets"][0],
+            )
+            for key, value in header.items()
+        }
+
+    def read(self, name: str) -> torch.Tensor:
+        """A new CPU tensor with the bytes of tensor `name`."""
+        entry = self.entries[name]
+        out = torch.empty(entry.shape, dtype=entry.torch_dtype)
+        self.read_into(name, out)
+        return out
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out` (CPU, contiguous, of the tensor's size in bytes) with the bytes of tensor `name`."""
+        entry = self.entries[name]
+        if out.nbytes != entry.nbytes:
+            raise CheckpointError(
+                f"{name}: expected a buffer of {entry.nbytes} bytes, got one of {out.nbytes}."
+            )
+        self.read_bytes(entry.offset_bytes, tensor_bytes(out), what=name)
+
+    def read_bytes(self, offset: int, buffer: memoryview, *, what: str) -> None:
+        """Fill `buffer` from `offset`; CheckpointError on a read error or where the file ends too early."""
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(self._fd, [buffer[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{what}: reading {self.path} failed at byte {offset + done}: {error.strerror}."
+                ) from error
+            if count == 0:
+                raise CheckpointError(
+                    f"{what}: expected {len(buffer)} bytes at {offset} of {self.path}, but the file ends "
+                    f"after {done} of them. It was cut short while it was read; fetch it again."
+                )
+            done += count
+
+    def close(self) -> None:
+        """Close the file; reads fail afterwards."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> "TensorFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            self.close()
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable; keep the tensor alive while they are used."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError("expected a contiguous CPU tensor")
+    if tensor.nbytes == 0:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _read_header(fd: int, path: Path, size_bytes: int) -> tuple[int, dict[str, Any]]:
+    """(bytes before the data, header) after safetensors' own validation of the whole header."""
+    from safetensors import SafetensorError, safe_open
+
+    if size_bytes == 0:
+        raise CheckpointError(f"{path}: expected a safetensors file, got one of zero bytes. Fetch it again.")
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: expected a complete safetensors file, got {size_bytes} bytes that safetensors refuses: "
+            f"{error}. The file is cut short, altered or of another format; fetch it again."
+        ) from error
+    (length,) = struct.unpack("<Q", os.pread(fd, 8, 0))
+    return 8 + length, json.loads(os.pread(fd, length, 8))
