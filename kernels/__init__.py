@@ -4,6 +4,7 @@ errors             `MarlinMoEError` and the op's errors
 activation         the activations between the two GEMMs, and their formulas
 layout             the Marlin layout and its inverse, in plain torch: the contract with `repack`
 matrix             one projection of all experts in that layout: QuantFormat, MarlinMatrix
+jit                source and options to cubin, by NVRTC, cached on disk
 plan               MoEProblem to MoEPlan, and the bytes of every buffer: integers only
 scratch            scratch memory per device and stream, and who is alive to use it
 workspace          a layer's handle on its scratch: Workspace, reserve

@@ -26,6 +26,8 @@ from .errors import LayoutError
 TILE_K = 16
 TILE_N = 64
 BITS = (4, 8)
+NIBBLES = 0x0F0F0F0F
+"""The low nibble of every byte."""
 
 
 def pack_qweight(weight_packed: torch.Tensor, *, bits: int) -> torch.Tensor:
@@ -42,19 +44,21 @@ def pack_qweight(weight_packed: torch.Tensor, *, bits: int) -> torch.Tensor:
         LayoutError: K is not a multiple of 16, N not of 64, or the dtype is not int32.
     """
     n, k = check_packed_shape(weight_packed, bits=bits)
-    lead = weight_packed.shape[:-2]
-    bytes_ = weight_packed.contiguous().view(torch.uint8)
+    words = weight_packed.reshape(-1, n // 64, 4, 2, 8, k // 16, bits // 2)  # [B, c, j, h, q, r, word]
+    words = words.permute(6, 0, 5, 1, 4, 2, 3).contiguous()  # [word, B, r, c, q, j, h]
+    out = torch.empty((*words.shape[1:5], 4, 4, bits // 4), dtype=torch.int32, device=words.device)
     if bits == 4:
-        x = bytes_.view(lead.numel(), n // 64, 4, 2, 8, k // 16, 2, 4)  # [B, c, j, h, q, r, word, m]
-        first, second = x[..., 0, :], x[..., 1, :]  # [B, c, j, h, q, r, m]
-        low = (first & 0x0F) | (second << 4)
-        high = (first >> 4) | (second & 0xF0)
-        out = torch.stack((low, high), dim=-1)  # [B, c, j, h, q, r, m, half]
-        out = out.permute(0, 5, 1, 4, 6, 2, 7, 3)  # [B, r, c, q, m, j, half, h]
+        low, high = words & NIBBLES, (words >> 4) & NIBBLES
+        even, odd = low[0] | (low[1] << 4), high[0] | (high[1] << 4)  # byte m: k0 and k0+8; k0+1 and k0+9
+        for m in range(4):
+            fields = (even[..., 0], even[..., 1], odd[..., 0], odd[..., 1])
+            out[..., m, :, 0] = _join_bytes(*(field >> (8 * m) for field in fields))
     else:
-        x = bytes_.view(lead.numel(), n // 64, 4, 2, 8, k // 16, 2, 4, 2)  # [B, c, j, h, q, r, half, m, odd]
-        out = x.permute(0, 5, 1, 4, 7, 2, 3, 8, 6)  # [B, r, c, q, m, j, h, odd, half]
-    return out.reshape(*lead, k // 16, n * bits * 2).view(torch.int32)  # [..., K/16, N*bits/2]
+        for m in range(4):
+            first, second = words[m // 2], words[2 + m // 2]  # the words of k0 and of k0 + 8
+            at = 16 * (m % 2)
+            out[..., m, :, :] = _join_bytes(first >> at, second >> at, first >> (at + 8), second >> (at + 8))
+    return out.view(*weight_packed.shape[:-2], k // 16, n * bits // 2)  # [B, r, c, q, m, j, word]
 
 
 def unpack_qweight(qweight: torch.Tensor, *, bits: int) -> torch.Tensor:
@@ -68,19 +72,25 @@ def unpack_qweight(qweight: torch.Tensor, *, bits: int) -> torch.Tensor:
         int32 [..., N, K*bits/32], contiguous.
     """
     n, k = check_qweight_shape(qweight, bits=bits)
-    lead = qweight.shape[:-2]
-    bytes_ = qweight.contiguous().view(torch.uint8)
+    packed = qweight.reshape(-1, k // 16, n // 64, 8, 4, 4, bits // 4)  # [B, r, c, q, m, j, word]
+    lanes = packed.permute(4, 0, 2, 5, 6, 3, 1).contiguous()  # [m, B, c, j, word, q, r]
     if bits == 4:
-        x = bytes_.view(lead.numel(), k // 16, n // 64, 8, 4, 4, 2, 2)  # [B, r, c, q, m, j, half, h]
-        low, high = x[..., 0, :], x[..., 1, :]  # [B, r, c, q, m, j, h]
-        first = (low & 0x0F) | (high << 4)
-        second = (low >> 4) | (high & 0xF0)
-        out = torch.stack((first, second), dim=-1)  # [B, r, c, q, m, j, h, word]
-        out = out.permute(0, 2, 5, 6, 3, 1, 7, 4)  # [B, c, j, h, q, r, word, m]
+        byte = [_join_bytes(*(lanes[m] >> (8 * i) for m in range(4))) for i in range(4)]  # [B, c, j, 1, q, r]
+        even, odd = torch.cat(byte[:2], dim=3), torch.cat(byte[2:], dim=3)  # [B, c, j, h, q, r]
+        first = (even & NIBBLES) | ((odd & NIBBLES) << 4)
+        second = ((even >> 4) & NIBBLES) | (odd & ~NIBBLES)
+        words = torch.stack((first, second), dim=-1)
     else:
-        x = bytes_.view(lead.numel(), k // 16, n // 64, 8, 4, 4, 2, 2, 2)  # [B, r, c, q, m, j, h, odd, half]
-        out = x.permute(0, 2, 5, 6, 3, 1, 8, 4, 7)  # [B, c, j, h, q, r, half, m, odd]
-    return out.reshape(*lead, n, k * bits // 8).view(torch.int32)  # [..., N, K*bits/32]
+        pairs = [(lanes[m], lanes[m + 1]) for m in (0, 2)]  # m and m + 1 share their two words
+        first = [_join_bytes(a, a >> 16, b, b >> 16) for a, b in pairs]
+        second = [_join_bytes(a >> 8, a >> 24, b >> 8, b >> 24) for a, b in pairs]
+        words = torch.stack((*first, *second), dim=-1)
+    return words.view(*qweight.shape[:-2], n, k * bits // 32)  # [B, c, j, h, q, r, word]
+
+
+def _join_bytes(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    """Words of the lowest bytes of four tensors, the first lowest."""
+    return (a & 255) | ((b & 255) << 8) | ((c & 255) << 16) | (d << 24)
 
 
 def permute_scales(weight_scale: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,72 @@
+"""The op: check once -> problem -> plan -> backend."""
+
+import torch
+
+from .activation import Activation
+from .arguments import MoEArguments
+from .backends.choose import choose_backend
+from .layer import MarlinMoELayer
+from .plan.reference import plan_moe
+
+
+def fused_marlin_moe(
+    x: torch.Tensor,
+    layer: MarlinMoELayer,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    activation: str | Activation = "silu",
+    apply_router_weight_on_input: bool = False,
+    routed_scaling_factor: float = 1.0,
+    expert_map: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The routed experts' output for tokens x: the sum over slots of weight * w2(activation(w13(x))).
+
+    Inference only: the result has no gradient, and an input that asks for one is refused.
+
+    Args:
+        x: bfloat16, float16 or float32 [M, H], any strides; M = 0 is fine.
+        layer: the experts. More than its max_tokens tokens run in chunks.
+        topk_weights: float32 or x.dtype [M, T], read as they are.
+        topk_ids: int32 or int64 [M, T], global expert numbers. -1 and experts of other ranks add nothing.
+            Other numbers out of range are an error on a CPU; elsewhere they add nothing.
+        activation: a name, or an `Activation` with parameters.
+        apply_router_weight_on_input: multiply x by the weights (in float32) instead of w2's output.
+        routed_scaling_factor: multiplies the result.
+        expert_map: int32 [global experts] -> local index or -1; the layer's own by default.
+        out: where to write, and what is returned; a new tensor by default. Of x's dtype, shape and device,
+            rows contiguous (with any gap between rows), in memory that no input shares.
+        backend: "reference", or None for the fastest that accepts the call.
+
+    Returns:
+        [M, H] of x.dtype, computed in float32 and rounded once. The same call gives the same bits.
+
+    Raises:
+        TypeError: an argument of a wrong Python type.
+        OpError: arguments that do not fit the layer or each other; nothing was written.
+        BackendError: the backend asked for does not run this call; the text lists every backend's reason.
+        WorkspaceError: no memory for the workspace, or it is smaller than one token's slots.
+    """
+    arguments = MoEArguments(
+        x=x,
+        layer=layer,
+        topk_weights=topk_weights,
+        topk_ids=topk_ids,
+        activation=Activation.parse(activation),
+        apply_router_weight_on_input=apply_router_weight_on_input,
+        routed_scaling_factor=routed_scaling_factor,
+        expert_map=layer.expert_map
+        if expert_map is None and isinstance(layer, MarlinMoELayer)
+        else expert_map,
+        out=out,
+    )
+    problem = arguments.problem()
+    chosen = choose_backend(problem, backend)
+    with torch.no_grad():
+        result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+        if problem.tokens:
+            with arguments.workspace().lease(top_k=problem.top_k) as lease:
+                chosen.run(arguments, result, plan_moe(problem, lease.plan), lease.buffers)
+    return result

@@ -1,0 +1,195 @@
+"""The persistent workspace of a layer: `Workspace`, its handle on shared scratch memory, and `reserve`.
+
+    layer 0 -- Workspace --.
+    layer 1 -- Workspace --+--> Scratch of (cpu, None)         bytes; each layer's plan is laid over them
+    layer 2 -- Workspace --+
+                           '--> Scratch of (cuda:0, stream)    one for each stream that a layer was called on
+
+Attaching registers a layer's facts with its device and allocates nothing. The first call on a stream, or
+`reserve`, allocates what the largest registered plan needs; every layer whose plan fits shares it, so
+memory does not grow with the number of layers. It never moves or grows: a layer registered later that needs
+more gets a new one beside the old, and layers that use the old one keep it. When the last layer that uses a
+scratch is dropped, its memory is free.
+
+Nothing survives from one call to the next: a backend writes whatever it reads.
+
+Threads: `Workspace.lease` holds the scratch's lock for the length of a call, so calls of several Python
+threads on one device and stream run one after another. (On a CPU each call has all of torch's threads
+already.)
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import WorkspaceError
+from .plan.buffers import WorkspacePlan
+from .plan.problem import LayerFacts
+from .plan.reference import MAX_ROWS, plan_workspace
+from .scratch import Lease, StreamKey, registry
+
+if TYPE_CHECKING:
+    from .layer import MarlinMoELayer
+
+__all__ = ["Lease", "Workspace", "WorkspacePlan", "reserve"]
+
+
+class Workspace:
+    """A layer's handle on the scratch memory of its device. Copying or unpickling one attaches a new one.
+
+    Args:
+        facts: the layer's sizes.
+        device: where the layer's tensors are.
+        max_tokens: tokens that one pass takes; more run in chunks.
+        top_k: slots per token; the first call's where None.
+    """
+
+    __slots__ = ("__weakref__", "_leases", "device", "facts", "max_tokens", "top_k")
+
+    def __init__(
+        self, facts: LayerFacts, *, device: torch.device, max_tokens: int, top_k: int | None
+    ) -> None:
+        _check_count(max_tokens, "max_tokens")
+        if top_k is not None:
+            _check_count(top_k, "top_k")
+        self.facts = facts
+        self.device = device
+        self.max_tokens = max_tokens
+        self.top_k = top_k
+        self._leases: dict[StreamKey, Lease] = {}
+        with registry.lock:
+            registry.handles.add(self)
+
+    @classmethod
+    def attach(cls, layer: "MarlinMoELayer") -> "Workspace":
+        """A handle for `layer`: registers its plan with its device and allocates nothing."""
+        return cls(LayerFacts.of(layer), device=layer.device, max_tokens=layer.max_tokens, top_k=layer.top_k)
+
+    @property
+    def plan(self) -> WorkspacePlan | None:
+        """The buffers in use on the current stream, or else to be used; None while top_k is not known."""
+        lease = self._current()
+        if lease is not None:
+            return lease.plan
+        return None if self.top_k is None else plan_workspace(self.facts, rows=self.max_tokens * self.top_k)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all scratch that this layer uses, shared with others; 0 before the first call."""
+        return sum(lease.scratch.bytes.nbytes for lease in self._leases.values())
+
+    @property
+    def scratch(self) -> torch.Tensor | None:
+        """uint8 [bytes] of the current stream, of no meaning between calls; None before the first."""
+        lease = self._current()
+        return None if lease is None else lease.scratch.bytes
+
+    def data_ptr(self) -> int | None:
+        """Address of the current stream's scratch, constant from the first call on; None before."""
+        return None if self.scratch is None else self.scratch.data_ptr()
+
+    def reserve(self, *, top_k: int | None = None) -> int:
+        """Allocate for the current stream now instead of in the first call: bytes of the scratch.
+
+        Raises:
+            WorkspaceError: no top_k, neither here nor at attachment; scratch in use is too small; no memory.
+        """
+        slots = self.top_k if top_k is None else top_k
+        if slots is None:
+            raise WorkspaceError(
+                "workspace.reserve: expected top_k, because rows are max_tokens x top_k and the layer was "
+                "loaded without it, got None. Give reserve(top_k=...), or load the layer with top_k=."
+            )
+        _check_count(slots, "top_k")
+        self._check_room(self.max_tokens * slots)
+        lease = self._bind(
+            lambda handle: handle.max_tokens * (slots if handle is self else handle.top_k or slots)
+        )
+        return lease.scratch.bytes.nbytes
+
+    def reset(self) -> None:
+        """Clear every stream's scratch after a launch that failed. Running calls end first; nothing moves."""
+        for lease in list(self._leases.values()):
+            with lease.scratch.lock:
+                lease.scratch.bytes.zero_()
+
+    @contextmanager
+    def lease(self, *, top_k: int) -> Iterator[Lease]:
+        """The current stream's buffers, for the length of one call with `top_k` slots per token."""
+        lease = self._current() or self._bind(lambda handle: handle.max_tokens * (handle.top_k or top_k))
+        with lease.scratch.lock:
+            yield lease
+
+    def _current(self) -> Lease | None:
+        return self._leases.get(StreamKey.current(self.device))
+
+    def _bind(self, rows_of: "Callable[[Workspace], int]") -> Lease:
+        """The lease of the current stream: the one held, or on scratch that others use, or on new scratch."""
+        key = StreamKey.current(self.device)
+        with registry.lock:
+            if key not in self._leases:
+                plan = plan_workspace(self.facts, rows=rows_of(self))
+                scratch = registry.smallest_scratch(key, plan.nbytes)
+                if scratch is None:
+                    handles = registry.handles_on(self.device)
+                    largest = max(
+                        plan_workspace(other.facts, rows=rows_of(other)).nbytes for other in handles
+                    )
+                    scratch = registry.new_scratch(key, largest)
+                self._leases[key] = Lease.lay_over(scratch, plan)
+            return self._leases[key]
+
+    def _check_room(self, rows: int) -> None:
+        lease = self._current()
+        if lease is not None and lease.plan.rows < min(rows, MAX_ROWS):
+            raise WorkspaceError(
+                f"reserve: expected room for max_tokens x top_k = {rows:,} rows, got {lease.plan.rows:,} in "
+                f"the scratch that a layer ({self.facts}) uses on {self.device} already, and it never grows. "
+                "Reserve before the first call, or load with a larger max_tokens."
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attach, (self.facts, self.device, self.max_tokens, self.top_k)
+
+    def __repr__(self) -> str:
+        return (
+            f"Workspace({self.facts}, device={self.device}, max_tokens={self.max_tokens}, "
+            f"top_k={self.top_k}, nbytes={self.nbytes:,})"
+        )
+
+
+def reserve(device: torch.device | str, *, max_tokens: int, top_k: int) -> int:
+    """Allocate ahead for every layer on `device`, on the current stream: bytes of the largest scratch.
+
+    Layers that have none on this stream yet get max_tokens x top_k rows, whatever they were loaded with.
+
+    Raises:
+        WorkspaceError: no layer is registered; a layer has smaller scratch, which never grows; no memory.
+    """
+    _check_count(max_tokens, "max_tokens")
+    _check_count(top_k, "top_k")
+    place = torch.empty(0, device=device).device  # as tensors name it: "cuda" is the current device
+    rows = max_tokens * top_k
+    with registry.lock:
+        handles = registry.handles_on(place)
+        if not handles:
+            raise WorkspaceError(
+                f"reserve: expected layers on {place}, because its size follows from theirs, got none. "
+                "Load them first."
+            )
+        for handle in handles:
+            handle._check_room(rows)
+        return max(handle._bind(lambda _: rows).scratch.bytes.nbytes for handle in handles)
+
+
+def _attach(facts: LayerFacts, device: torch.device, max_tokens: int, top_k: int | None) -> Workspace:
+    return Workspace(facts, device=device, max_tokens=max_tokens, top_k=top_k)
+
+
+def _check_count(value: int, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__} {value!r}.")
+    if value < 1:
+        raise WorkspaceError(f"{name}: expected at least 1, got {value}.")

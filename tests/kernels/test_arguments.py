@@ -1,0 +1,162 @@
+"""Wrong arguments of the op: each is refused with what was expected and found, and nothing is written."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from marlin_moe import MarlinMoEError, fused_marlin_moe
+from random_layer import random_layer
+
+
+def dense(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def ids_with(wrong: int) -> torch.Tensor:
+    return torch.tensor([[0, 1], [2, 3], [4, wrong], [-1, 0]])
+
+
+def expert_map(*local: int) -> torch.Tensor:
+    return torch.tensor(local, dtype=torch.int32)
+
+
+IDS, X = torch.zeros(4, 2, dtype=torch.int64), dense(4, 128)
+
+
+def arguments(**changed: Any) -> dict[str, Any]:
+    given = {"x": dense(4, 128), "layer": random_layer(), "topk_weights": dense(4, 2), "topk_ids": IDS}
+    return given | changed
+
+
+WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"x": dense(4, 127)}, r"x: expected .*\[M, 128\].*got float32 \(4, 127\)"),
+    ({"x": dense(128)}, r"x: expected .*got float32 \(128,\)"),
+    ({"x": dense(1, 4, 128)}, r"x: expected .*got float32 \(1, 4, 128\)"),
+    ({"x": dense(4, 128, dtype=torch.float64)}, r"x: expected bfloat16, float16 or float32.*got float64"),
+    ({"x": dense(4, 128, device="meta")}, r"x: expected on cpu, where the layer is, got meta"),
+    ({"x": dense(4, 128).to_sparse()}, r"x: expected a dense tensor, got torch.sparse_coo"),
+    ({"x": dense(5, 128)}, r"topk_ids: expected int32 or int64 \[M=5, T\].*got int64 \(4, 2\)"),
+    ({"topk_ids": IDS.short()}, r"topk_ids: expected int32 or int64 .*got int16"),
+    ({"topk_ids": IDS[:, :0]}, r"topk_ids: .*T >= 1.*got int64 \(4, 0\)"),
+    ({"topk_ids": IDS[:, 0]}, r"topk_ids: .*got int64 \(4,\)"),
+    ({"topk_ids": IDS.to("meta")}, r"topk_ids: expected on cpu"),
+    ({"topk_ids": ids_with(5)}, r"topk_ids: .*0 \.\. 4, because router ids are global.*got 5 at \[2, 1\]"),
+    ({"topk_ids": ids_with(-2).int()}, r"topk_ids: .*got -2 at \[2, 1\]"),
+    ({"topk_weights": dense(4, 3)}, r"topk_weights: expected float32 \(4, 2\) .*got float32 \(4, 3\)"),
+    ({"topk_weights": dense(4, 2, dtype=torch.float16)}, r"topk_weights: expected float32 .*got float16"),
+    ({"topk_weights": dense(4, 2, device="meta")}, r"topk_weights: expected on cpu"),
+    ({"expert_map": expert_map(0, 1, 2, 3, 4, -1)}, r"expert_map: expected int32 \[5\].*int32 \(6,\)"),
+    ({"expert_map": torch.arange(5)}, r"expert_map: expected int32 \[5\].*got int64 \(5,\)"),
+    ({"expert_map": dense(5, dtype=torch.int32, device="meta")}, r"expert_map: expected on cpu"),
+    ({"expert_map": expert_map(0, 1, 2, 3, 5)}, r"expert_map: .*the layer holds 5 experts, got 5 at \[4\]"),
+    ({"activation": "relu2"}, r"activation: expected a gated kind.*gate and an up half, got relu2"),
+    ({"activation": "tanh"}, r"activation: expected one of .*got 'tanh'"),
+    ({"activation": "silu_clamped"}, r"activation silu_clamped: expected limit="),
+    ({"routed_scaling_factor": float("nan")}, r"routed_scaling_factor: expected a finite number, got nan"),
+    ({"out": dense(3, 128)}, r"out: expected float32 \(4, 128\) as x is, got float32 \(3, 128\)"),
+    ({"out": dense(4, 128, dtype=torch.float16)}, r"out: expected float32 .*got float16"),
+    ({"out": dense(4, 128, device="meta")}, r"out: expected on cpu"),
+    ({"out": dense(128, 4).t()}, r"out: expected contiguous rows .*got strides \(1, 4\)"),
+    ({"out": dense(1, 128).expand(4, 128)}, r"out: expected contiguous rows .*got strides \(0, 1\)"),
+    ({"x": X, "out": X}, r"out: expected memory of its own.*overlaps x"),
+    ({"backend": "marlin"}, r"backend: expected .*one of reference, got 'marlin'.\n  reference: accepted"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), WRONG_VALUES, ids=[message for _, message in WRONG_VALUES])
+def test_wrong_values(changed: dict[str, Any], message: str) -> None:
+    given = arguments(**changed)
+    out = given.setdefault("out", torch.full(given["x"].shape, 7.0, dtype=given["x"].dtype))
+    before = None if out.device.type == "meta" else out.clone()
+    with pytest.raises(MarlinMoEError, match=message):
+        fused_marlin_moe(**given)
+    assert before is None or torch.equal(out, before), "nothing is written"
+    assert given["layer"].workspace.nbytes == 0
+
+
+WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
+    ({"x": [[0.0]]}, r"x: expected Tensor, got list"),
+    ({"layer": dense(1)}, r"layer: expected MarlinMoELayer, got Tensor"),
+    ({"topk_weights": None}, r"topk_weights: expected Tensor, got NoneType"),
+    ({"topk_ids": 3}, r"topk_ids: expected Tensor, got int"),
+    ({"activation": None}, r"activation: expected a name or an Activation, got NoneType"),
+    ({"apply_router_weight_on_input": 1}, r"apply_router_weight_on_input: expected bool, got int"),
+    ({"routed_scaling_factor": "2"}, r"routed_scaling_factor: expected int or float, got str"),
+    ({"routed_scaling_factor": True}, r"routed_scaling_factor: expected a number, got bool"),
+    ({"expert_map": [0, 1]}, r"expert_map: expected Tensor, got list"),
+    ({"out": "new"}, r"out: expected Tensor, got str"),
+    ({"backend": 1}, r"backend: expected a name or None, got int 1"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), WRONG_TYPES, ids=[message for _, message in WRONG_TYPES])
+def test_wrong_types(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        fused_marlin_moe(**arguments(**changed))
+
+
+def test_ids_are_checked_before_any_chunk_runs() -> None:
+    layer = random_layer(max_tokens=1, top_k=2)
+    out = torch.full((4, 128), 7.0)
+    with pytest.raises(MarlinMoEError, match=r"got 5 at \[2, 1\]"):
+        fused_marlin_moe(**arguments(layer=layer, topk_ids=ids_with(5), out=out))
+    assert (out == 7).all()
+
+
+def test_gradients_are_refused_unless_switched_off() -> None:
+    given = arguments(x=torch.randn(4, 128), topk_weights=torch.rand(4, 2))
+    want = fused_marlin_moe(**given)
+    for name in ("x", "topk_weights"):
+        asking = given | {name: given[name].clone().requires_grad_()}
+        with pytest.raises(MarlinMoEError, match=rf"{name}: expected no gradient.*torch.no_grad\(\)"):
+            fused_marlin_moe(**asking)
+        with torch.no_grad():
+            assert torch.equal(fused_marlin_moe(**asking), want)
+        with torch.inference_mode():
+            assert torch.equal(fused_marlin_moe(**asking), want)
+
+
+def test_ungated_layer_with_a_gated_activation() -> None:
+    with pytest.raises(MarlinMoEError, match=r"activation: expected an ungated .*has no gate, got silu"):
+        fused_marlin_moe(**arguments(layer=random_layer(gated=False)))
+
+
+def test_the_layers_own_map_is_checked() -> None:
+    layer = random_layer(expert_map=expert_map(0, 1, 2, 3, 9))
+    with pytest.raises(MarlinMoEError, match=r"expert_map: .*the layer holds 5 experts, got 9 at \[4\]"):
+        fused_marlin_moe(**arguments(layer=layer))
+
+
+def test_a_layer_without_workspace() -> None:
+    bare = dataclasses.replace(random_layer(), workspace=None)
+    with pytest.raises(MarlinMoEError, match=r"layer: expected a workspace on cpu.*none.*with_workspace"):
+        fused_marlin_moe(**arguments(layer=bare))
+    fused_marlin_moe(**arguments(layer=bare.with_workspace()))
+
+
+@pytest.mark.parametrize("first_row", [1, 3])
+def test_out_overlaps_rows_of_x(first_row: int) -> None:
+    buffer = torch.zeros(8, 128)
+    with pytest.raises(MarlinMoEError, match="memory that overlaps x"):
+        fused_marlin_moe(**arguments(x=buffer[:4], out=buffer[first_row : first_row + 4]))
+
+
+def test_out_behind_x() -> None:
+    buffer = torch.zeros(8, 128)
+    given = arguments(x=buffer[:4], out=buffer[4:])
+    assert fused_marlin_moe(**given) is given["out"]
+
+
+def test_out_overlaps_columns_of_x() -> None:
+    buffer = torch.zeros(4, 200)
+    with pytest.raises(MarlinMoEError, match="memory that overlaps x"):
+        fused_marlin_moe(**arguments(x=buffer[:, :128], out=buffer[:, 72:]))
+
+
+def test_out_over_the_router_weights() -> None:
+    buffer = torch.zeros(4, 130)
+    with pytest.raises(MarlinMoEError, match="memory that overlaps topk_weights"):
+        fused_marlin_moe(**arguments(topk_weights=buffer[:, 127:129], out=buffer[:, :128]))
+    fused_marlin_moe(**arguments(topk_weights=buffer[:, 128:], out=buffer[:, :128]))
