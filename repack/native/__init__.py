@@ -1,0 +1,17 @@
+"""The C loop of weight repacking, and its switch.
+
+In dependency order:
+
+    path             whether the C loop is used, with which instruction set, and why not
+    repack_weights   packed words -> Marlin tiles, on either path
+
+The C extension `_native`, which may be missing:
+
+    native.h     what its files share: the job, a strip of 8 columns, an instruction set's functions
+    scalar.c     strips in plain C
+    lanes.h      strips in vector registers of any width; sse2.c, avx2.c, avx512.c (with x86.h) and
+                 neon.c name the instructions for it
+    variants.c   the instruction sets, best first
+    blocks.c     a job cut into blocks: order, prefetching, threads
+    module.c     the Python module
+"""

@@ -1,0 +1,137 @@
+"""Packed words -> Marlin tiles, by the C loop or by torch operations (`path` decides)."""
+
+import torch
+
+from ...kernels.errors import LayoutError
+from ...kernels.layout import check_packed_shape, pack_qweight
+from .path import load_extension, native_path
+
+
+def repack_weights(
+    weight_packed: torch.Tensor, *, bits: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Marlin `qweight` of a block of experts' packed words.
+
+    Args:
+        weight_packed: int32 [B, N, K*bits/32] in compressed-tensors' layout: unsigned values, low bits first
+            along K. The last dimension is contiguous; B and N may have any strides: a slice needs no copy.
+        bits: 4 or 8.
+        out: int32 [B, K/16, N*bits/2] to fill; the last dimension is contiguous, the others may have any
+            strides that keep its rows apart. None allocates it.
+
+    Returns:
+        `out`, or the new tensor, on the device of `weight_packed`. The same bytes on every path and device.
+
+    Raises:
+        LayoutError: a shape, dtype, device or stride is not as above, K is no multiple of 16 or N of 64, or
+            `out` overlaps itself or `weight_packed`.
+        MarlinMoEError: MARLIN_MOE_NATIVE is set to something impossible.
+    """
+    check_source(weight_packed, bits=bits)
+    if out is None:
+        out = weight_packed.new_empty(qweight_shape(weight_packed, bits=bits))
+    else:
+        check_destination(out, weight_packed, bits=bits)
+    variant = native_path(weight_packed.device).variant
+    if weight_packed.numel() == 0:
+        return out
+    if variant is None:
+        return out.copy_(pack_qweight(weight_packed, bits=bits))
+    run_c_loop(weight_packed, out, bits=bits, variant=variant)
+    return out
+
+
+def run_c_loop(weight_packed: torch.Tensor, out: torch.Tensor, *, bits: int, variant: str) -> None:
+    """Fill `out` by the C loop with an instruction set of `_native.variants()`.
+
+    On torch.get_num_threads() threads, without the GIL. The tensors must have passed check_source and
+    check_destination: the loop sees addresses only.
+
+    Raises:
+        ValueError: this processor or build has no such variant.
+        ImportError: there is no C loop.
+    """
+    extension = load_extension()
+    if isinstance(extension, str):
+        raise ImportError(extension)
+    experts, columns, _ = weight_packed.shape
+    extension.repack(
+        variant,
+        bits,
+        torch.get_num_threads(),
+        weight_packed.data_ptr(),
+        *(stride * 4 for stride in weight_packed.stride()[:2]),
+        out.data_ptr(),
+        *(stride * 4 for stride in out.stride()[:2]),
+        experts,
+        columns,
+        out.shape[1],
+    )
+
+
+def qweight_shape(weight_packed: torch.Tensor, *, bits: int) -> tuple[int, int, int]:
+    """(B, K/16, N*bits/2)."""
+    experts, columns, words = weight_packed.shape
+    return experts, words * 2 // bits, columns * bits // 2
+
+
+def check_source(weight_packed: torch.Tensor, *, bits: int) -> None:
+    """Raise LayoutError unless the packed words can be repacked where they are."""
+    check_packed_shape(weight_packed, bits=bits)
+    if weight_packed.dim() != 3 or weight_packed.stride(2) != 1:
+        raise LayoutError(
+            "weight_packed: expected [experts, N, K*bits/32] with a contiguous last dimension, because a "
+            f"column's words are read in order, got {describe(weight_packed)}. Stack the experts, or call "
+            ".contiguous()."
+        )
+
+
+def check_destination(out: torch.Tensor, weight_packed: torch.Tensor, *, bits: int) -> None:
+    """Raise LayoutError unless every word of the result has a place of its own in `out`."""
+    shape = qweight_shape(weight_packed, bits=bits)
+    if tuple(out.shape) != shape or out.dtype != torch.int32 or out.device != weight_packed.device:
+        raise LayoutError(
+            f"out: expected int32 {shape} on {weight_packed.device}, because weight_packed is "
+            f"{tuple(weight_packed.shape)} with {bits} bits, got {describe(out)}."
+        )
+    if out.numel() == 0:
+        return
+    if out.stride(2) != 1 or overlaps_itself(out):
+        raise LayoutError(
+            "out: expected a contiguous last dimension and rows that lie apart, because every word is "
+            f"written once, got {describe(out)}. Pass a tensor or a slice of one, not transposed or expanded."
+        )
+    if out.device.type != "meta" and share_memory(out, weight_packed):
+        raise LayoutError(
+            "out: expected memory apart from weight_packed, which is read while out is written, got tensors "
+            "whose first to last bytes overlap. Leave out `out`, or pass a tensor of its own."
+        )
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Dtype, shape, device and strides, for an error."""
+    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device} with strides {tensor.stride()}"
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Do elements share memory? Only says no where each dimension steps over all of the smaller ones."""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride < extent:
+            return True
+        extent += stride * (size - 1)
+    return False
+
+
+def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Do the spans from the first to the last byte of two tensors overlap?"""
+    (first_start, first_end), (second_start, second_end) = span(first), span(second)
+    return first_start < second_end and second_start < first_end
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the first byte and of the one behind the last."""
+    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
