@@ -22,7 +22,7 @@ $(STAMP): $(BUILD_INPUTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	rm -rf build
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
-	$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev,cuda]'
 	touch $@
 
 demo: $(STAMP)

@@ -30,3 +30,11 @@ class WorkspaceError(MarlinMoEError, RuntimeError):
 
 class BackendError(MarlinMoEError, RuntimeError):
     """No backend accepts a problem, or the one asked for does not."""
+
+
+class JitError(MarlinMoEError, RuntimeError):
+    """A kernel cannot be compiled, or may not be, or the cubin cache cannot be trusted."""
+
+
+class DriverError(MarlinMoEError, RuntimeError):
+    """The CUDA driver refused to load or launch a kernel."""

@@ -4,9 +4,9 @@ import torch
 
 from .activation import Activation
 from .arguments import MoEArguments
-from .backends.choose import choose_backend
+from .call import ReadyCall, call_key, run_checked
 from .layer import MarlinMoELayer
-from .plan.reference import plan_moe
+from .registration import is_traced, through_dispatcher
 
 
 def fused_marlin_moe(
@@ -38,7 +38,7 @@ def fused_marlin_moe(
         expert_map: int32 [global experts] -> local index or -1; the layer's own by default.
         out: where to write, and what is returned; a new tensor by default. Of x's dtype, shape and device,
             rows contiguous (with any gap between rows), in memory that no input shares.
-        backend: "reference", or None for the fastest that accepts the call.
+        backend: "cuda", "reference", or None for the first of them that accepts the call.
 
     Returns:
         [M, H] of x.dtype, computed in float32 and rounded once. The same call gives the same bits.
@@ -49,6 +49,19 @@ def fused_marlin_moe(
         BackendError: the backend asked for does not run this call; the text lists every backend's reason.
         WorkspaceError: no memory for the workspace, or it is smaller than one token's slots.
     """
+    if torch.compiler.is_compiling() or is_traced(x):
+        options = (activation, apply_router_weight_on_input, routed_scaling_factor, backend)
+        return through_dispatcher(x, layer, topk_weights, topk_ids, expert_map, out, options)
+    if expert_map is None and isinstance(layer, MarlinMoELayer):
+        expert_map = layer.expert_map
+    key = None
+    workspace = layer.workspace if isinstance(layer, MarlinMoELayer) and layer.device.type == "cuda" else None
+    if workspace is not None and out is None and isinstance(x, torch.Tensor):
+        options = (activation, apply_router_weight_on_input, routed_scaling_factor, backend)
+        key = call_key(x, topk_weights, topk_ids, expert_map, options)
+        ready = workspace.calls.get(key)
+        if ready is not None and ready.fits(x, topk_weights):
+            return ready.run(x, topk_weights, topk_ids, expert_map, workspace)
     arguments = MoEArguments(
         x=x,
         layer=layer,
@@ -57,16 +70,11 @@ def fused_marlin_moe(
         activation=Activation.parse(activation),
         apply_router_weight_on_input=apply_router_weight_on_input,
         routed_scaling_factor=routed_scaling_factor,
-        expert_map=layer.expert_map
-        if expert_map is None and isinstance(layer, MarlinMoELayer)
-        else expert_map,
+        expert_map=expert_map,
         out=out,
     )
-    problem = arguments.problem()
-    chosen = choose_backend(problem, backend)
-    with torch.no_grad():
-        result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-        if problem.tokens:
-            with arguments.workspace().lease(top_k=problem.top_k) as lease:
-                chosen.run(arguments, result, plan_moe(problem, lease.plan), lease.buffers)
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    chosen = run_checked(arguments, result, backend)
+    if key is not None and chosen == "cuda":
+        ReadyCall.remember(arguments, key)
     return result

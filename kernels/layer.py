@@ -1,12 +1,13 @@
 """`MarlinMoELayer`, what the op runs: two Marlin matrices, facts, and a persistent workspace."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from .errors import LayerError
+from .flat import FlatLayer, flatten
 from .matrix import MarlinMatrix, QuantFormat
 from .workspace import Workspace
 
@@ -60,6 +61,7 @@ class MarlinMoELayer:
         workspace: the persistent scratch (`workspace`), shared with other layers of the device; None only
             until the pipeline's last stage.
         recipe: how the layer was made, for `update_weights_`; opaque to the op.
+        flat: the layer as tensors and ints, for the registered op.
 
     Raises:
         LayerError: parts that do not fit together; all problems in one text.
@@ -78,11 +80,13 @@ class MarlinMoELayer:
     max_tokens: int = 8192
     workspace: Workspace | None = None
     recipe: Any = None
+    flat: FlatLayer = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
         if problems:
             raise LayerError("\n".join(problems))
+        object.__setattr__(self, "flat", flatten(self))
 
     @classmethod
     def from_marlin(
@@ -209,8 +213,8 @@ class MarlinMoELayer:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(dotted name, tensor) of every tensor of the layer, e.g. `w13.qweight`."""
         for name, matrix in (("w13", self.w13), ("w2", self.w2)):
-            for field, tensor in matrix.tensors():
-                yield f"{name}.{field}", tensor
+            for part, tensor in matrix.tensors():
+                yield f"{name}.{part}", tensor
         for name in ("expert_map", "intermediate_order"):
             if getattr(self, name) is not None:
                 yield name, getattr(self, name)

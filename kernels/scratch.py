@@ -3,6 +3,7 @@
 import os
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,34 +35,65 @@ class Scratch:
 
     __slots__ = ("__weakref__", "bytes", "key", "lock")
 
-    def __init__(self, key: StreamKey, nbytes: int) -> None:
+    def __init__(self, key: StreamKey, scratch: torch.Tensor) -> None:
         self.key = key
         self.lock = threading.Lock()
-        try:
-            # A tensor made in inference mode could never be written outside of it.
-            with torch.inference_mode(False):
-                self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=key.device)
-        except RuntimeError as error:
-            raise WorkspaceError(
-                f"workspace on {key.device}: expected {nbytes:,} bytes for the largest registered layer, "
-                f"got: {error}. Load with a smaller max_tokens; more tokens then run in chunks."
-            ) from error
+        self.bytes = scratch
+
+    @classmethod
+    def allocate(cls, key: StreamKey, nbytes: int) -> "Scratch":
+        """Uninitialised bytes that stay.
+
+        Torch's current pool is not asked on CUDA: the warm-up run of torch.compile and `use_mem_pool`
+        redirect a thread's allocations into a graph's pool, where nothing may stay. So a short-lived thread
+        of its own allocates, with the stream set.
+        """
+        if key.device.type != "cuda":
+            return cls(key, _empty(key, nbytes))
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="marlin-moe-scratch") as thread:
+            return cls(key, thread.submit(_empty_on_stream, key, nbytes).result())
+
+    @classmethod
+    def of_graph(cls, key: StreamKey, nbytes: int) -> "Scratch":
+        """Bytes from the pool of the graph that is being captured."""
+        return cls(key, _empty(key, nbytes))
+
+
+def _empty(key: StreamKey, nbytes: int) -> torch.Tensor:
+    try:
+        # A tensor made in inference mode could never be written outside of it.
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=key.device)
+    except RuntimeError as error:
+        raise WorkspaceError(
+            f"workspace on {key.device}: expected {nbytes:,} bytes for the largest registered layer, "
+            f"got: {error}. Load with a smaller max_tokens; more tokens then run in chunks."
+        ) from error
+
+
+def _empty_on_stream(key: StreamKey, nbytes: int) -> torch.Tensor:
+    stream = torch.cuda.ExternalStream(key.stream or 0, device=key.device)
+    with torch.cuda.device(key.device), torch.cuda.stream(stream):
+        return _empty(key, nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lease:
-    """A layer's plan laid over a scratch: `buffers` by name, each a view at a constant address."""
+    """A layer's plan laid over a scratch: `buffers` by name, and their `addresses` in the plan's order."""
 
     scratch: Scratch
     plan: WorkspacePlan
     buffers: dict[str, torch.Tensor]
+    addresses: tuple[int, ...]
 
     @classmethod
     def lay_over(cls, scratch: Scratch, plan: WorkspacePlan) -> "Lease":
         """The plan's buffers as views of the scratch."""
         with torch.inference_mode(False):
             buffers = {buffer.name: buffer.view(scratch.bytes) for buffer in plan.buffers}
-        return cls(scratch=scratch, plan=plan, buffers=buffers)
+        start = scratch.bytes.data_ptr()
+        addresses = tuple(start + buffer.offset_bytes for buffer in plan.buffers)
+        return cls(scratch=scratch, plan=plan, buffers=buffers, addresses=addresses)
 
 
 class Registry:
@@ -85,7 +117,7 @@ class Registry:
 
     def new_scratch(self, key: StreamKey, nbytes: int) -> Scratch:
         """A scratch that later layers of `key` find."""
-        scratch = Scratch(key, nbytes)
+        scratch = Scratch.allocate(key, nbytes)
         self.scratches.add(scratch)
         return scratch
 

@@ -13,6 +13,10 @@ scratch is dropped, its memory is free.
 
 Nothing survives from one call to the next: a backend writes whatever it reads.
 
+Inside a CUDA graph's capture the scratch comes from torch's allocator, that is from the graph's own pool, for
+the length of the call: replays allocate nothing, graphs of different pools may replay at once, and nothing
+outlives a graph.
+
 Threads: `Workspace.lease` holds the scratch's lock for the length of a call, so calls of several Python
 threads on one device and stream run one after another. (On a CPU each call has all of torch's threads
 already.)
@@ -27,8 +31,8 @@ import torch
 from .errors import WorkspaceError
 from .plan.buffers import WorkspacePlan
 from .plan.problem import LayerFacts
-from .plan.reference import MAX_ROWS, plan_workspace
-from .scratch import Lease, StreamKey, registry
+from .plan.workspaces import MAX_ROWS, plan_workspace, usual_backend
+from .scratch import Lease, Scratch, StreamKey, registry
 
 if TYPE_CHECKING:
     from .layer import MarlinMoELayer
@@ -46,7 +50,7 @@ class Workspace:
         top_k: slots per token; the first call's where None.
     """
 
-    __slots__ = ("__weakref__", "_leases", "device", "facts", "max_tokens", "top_k")
+    __slots__ = ("__weakref__", "_leases", "backend", "calls", "device", "facts", "max_tokens", "top_k")
 
     def __init__(
         self, facts: LayerFacts, *, device: torch.device, max_tokens: int, top_k: int | None
@@ -58,7 +62,9 @@ class Workspace:
         self.device = device
         self.max_tokens = max_tokens
         self.top_k = top_k
-        self._leases: dict[StreamKey, Lease] = {}
+        self.backend = usual_backend(facts, device)
+        self.calls: dict[Any, Any] = {}  # calls made ready, by what decides how they run
+        self._leases: dict[tuple[str, StreamKey], Lease] = {}
         with registry.lock:
             registry.handles.add(self)
 
@@ -73,12 +79,13 @@ class Workspace:
         lease = self._current()
         if lease is not None:
             return lease.plan
-        return None if self.top_k is None else plan_workspace(self.facts, rows=self.max_tokens * self.top_k)
+        return None if self.top_k is None else self._plan(self.max_tokens * self.top_k)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all scratch that this layer uses, shared with others; 0 before the first call."""
-        return sum(lease.scratch.bytes.nbytes for lease in self._leases.values())
+        scratches = {id(lease.scratch): lease.scratch for lease in self._leases.values()}
+        return sum(scratch.bytes.nbytes for scratch in scratches.values())
 
     @property
     def scratch(self) -> torch.Tensor | None:
@@ -105,7 +112,8 @@ class Workspace:
         _check_count(slots, "top_k")
         self._check_room(self.max_tokens * slots)
         lease = self._bind(
-            lambda handle: handle.max_tokens * (slots if handle is self else handle.top_k or slots)
+            self.backend,
+            lambda handle: handle.max_tokens * (slots if handle is self else handle.top_k or slots),
         )
         return lease.scratch.bytes.nbytes
 
@@ -116,30 +124,51 @@ class Workspace:
                 lease.scratch.bytes.zero_()
 
     @contextmanager
-    def lease(self, *, top_k: int) -> Iterator[Lease]:
-        """The current stream's buffers, for the length of one call with `top_k` slots per token."""
-        lease = self._current() or self._bind(lambda handle: handle.max_tokens * (handle.top_k or top_k))
+    def lease(self, *, top_k: int, backend: str = "reference", rows: int | None = None) -> Iterator[Lease]:
+        """The current stream's buffers, for the length of one call with `top_k` slots per token.
+
+        `rows` is what the call needs: inside a capture the scratch has no more.
+        """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            most = self.max_tokens * (self.top_k or top_k)
+            yield self.captured(backend, most if rows is None else min(rows, most))
+            return
+        lease = self.bound(backend, top_k=top_k)
         with lease.scratch.lock:
             yield lease
 
-    def _current(self) -> Lease | None:
-        return self._leases.get(StreamKey.current(self.device))
+    def bound(self, backend: str, *, top_k: int) -> Lease:
+        """The current stream's buffers outside of captures: those held, or bound now."""
+        return self._current(backend) or self._bind(
+            backend, lambda handle: handle.max_tokens * (handle.top_k or top_k)
+        )
 
-    def _bind(self, rows_of: "Callable[[Workspace], int]") -> Lease:
+    def captured(self, backend: str, rows: int) -> Lease:
+        """Buffers from the pool of the graph that is being captured."""
+        plan = plan_workspace(backend, self.facts, rows=rows)
+        return Lease.lay_over(Scratch.of_graph(StreamKey.current(self.device), plan.nbytes), plan)
+
+    def _current(self, backend: str | None = None) -> Lease | None:
+        return self._leases.get((backend or self.backend, StreamKey.current(self.device)))
+
+    def _plan(self, rows: int) -> WorkspacePlan:
+        return plan_workspace(self.backend, self.facts, rows=rows)
+
+    def _bind(self, backend: str, rows_of: "Callable[[Workspace], int]") -> Lease:
         """The lease of the current stream: the one held, or on scratch that others use, or on new scratch."""
         key = StreamKey.current(self.device)
         with registry.lock:
-            if key not in self._leases:
-                plan = plan_workspace(self.facts, rows=rows_of(self))
+            if (backend, key) not in self._leases:
+                plan = plan_workspace(backend, self.facts, rows=rows_of(self))
                 scratch = registry.smallest_scratch(key, plan.nbytes)
                 if scratch is None:
                     handles = registry.handles_on(self.device)
                     largest = max(
-                        plan_workspace(other.facts, rows=rows_of(other)).nbytes for other in handles
+                        plan_workspace(backend, other.facts, rows=rows_of(other)).nbytes for other in handles
                     )
                     scratch = registry.new_scratch(key, largest)
-                self._leases[key] = Lease.lay_over(scratch, plan)
-            return self._leases[key]
+                self._leases[backend, key] = Lease.lay_over(scratch, plan)
+            return self._leases[backend, key]
 
     def _check_room(self, rows: int) -> None:
         lease = self._current()
@@ -181,7 +210,7 @@ def reserve(device: torch.device | str, *, max_tokens: int, top_k: int) -> int:
             )
         for handle in handles:
             handle._check_room(rows)
-        return max(handle._bind(lambda _: rows).scratch.bytes.nbytes for handle in handles)
+        return max(handle._bind(handle.backend, lambda _: rows).scratch.bytes.nbytes for handle in handles)
 
 
 def _attach(facts: LayerFacts, device: torch.device, max_tokens: int, top_k: int | None) -> Workspace:

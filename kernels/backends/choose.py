@@ -5,9 +5,9 @@ from types import ModuleType
 
 from ..errors import BackendError
 from ..plan.problem import MoEProblem
-from . import reference
+from . import cuda_moe, reference
 
-BACKENDS: dict[str, ModuleType] = {"reference": reference}  # the first that accepts runs
+BACKENDS: dict[str, ModuleType] = {"cuda": cuda_moe, "reference": reference}  # the first that accepts runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +35,8 @@ def verdicts(problem: MoEProblem) -> list[Verdict]:
     ]
 
 
-def choose_backend(problem: MoEProblem, requested: str | None) -> ModuleType:
-    """The backend asked for, or the first that accepts.
+def choose_backend(problem: MoEProblem, requested: str | None) -> str:
+    """The name of the backend asked for, or of the first that accepts.
 
     Raises:
         TypeError: `requested` is no str.
@@ -51,7 +51,7 @@ def choose_backend(problem: MoEProblem, requested: str | None) -> ModuleType:
         )
     for verdict in found:
         if verdict.accepted and requested in (None, verdict.backend):
-            return BACKENDS[verdict.backend]
+            return verdict.backend
     wanted = "a backend that accepts the call" if requested is None else f"{requested} to accept the call"
     raise BackendError(f"backend: expected {wanted}, got none.{_list(found)}")
 

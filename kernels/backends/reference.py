@@ -12,7 +12,8 @@ import torch
 from ..arguments import MoEArguments
 from ..matrix import MarlinMatrix
 from ..plan.problem import MoEProblem
-from ..plan.reference import MoEPlan
+from ..plan.reference import MoEPlan, plan_moe
+from ..scratch import Lease
 
 Buffers = dict[str, torch.Tensor]
 
@@ -24,8 +25,15 @@ def reason_against(problem: MoEProblem) -> str | None:
     return None
 
 
-def run(arguments: MoEArguments, out: torch.Tensor, plan: MoEPlan, buffers: Buffers) -> None:
+def run(arguments: MoEArguments, out: torch.Tensor, lease: Lease) -> None:
     """Write the layer's output for x [M, H] into out [M, H], one chunk of tokens after another."""
+    # Autocast would round the float32 operands.
+    with torch.autocast(out.device.type, enabled=False):
+        run_chunks(arguments, out, plan_moe(arguments.problem(), lease.plan), lease.buffers)
+
+
+def run_chunks(arguments: MoEArguments, out: torch.Tensor, plan: MoEPlan, buffers: Buffers) -> None:
+    """The chunks of a plan, in the buffers of its workspace."""
     for tokens in plan.chunks():
         chunk = Chunk(
             arguments=arguments,

@@ -67,9 +67,14 @@ def plan_moe(problem: MoEProblem, workspace: WorkspacePlan) -> MoEPlan:
     """
     chunk_tokens = workspace.rows // problem.top_k
     if chunk_tokens == 0:
-        raise WorkspaceError(
-            f"workspace: expected top_k = {problem.top_k} rows or more, as a token's slots run together, "
-            f"got {workspace.rows}, as planned at load or by the first call, and it never grows. "
-            f"Load the layer with top_k={problem.top_k}, or with larger max_tokens."
-        )
+        raise too_few_rows(problem.top_k, workspace.rows)
     return MoEPlan(problem=problem, chunk_tokens=chunk_tokens)
+
+
+def too_few_rows(top_k: int, rows: int) -> WorkspaceError:
+    """The error of a workspace that does not hold one token's slots."""
+    return WorkspaceError(
+        f"workspace: expected top_k = {top_k} rows or more, as a token's slots run together, "
+        f"got {rows}, as planned at load or by the first call, and it never grows. "
+        f"Load the layer with top_k={top_k}, or with larger max_tokens."
+    )

@@ -17,7 +17,10 @@ def problem(device_type: str) -> MoEProblem:
 def test_every_candidate_is_listed_in_order() -> None:
     found = verdicts(problem("cpu"))
     assert [verdict.backend for verdict in found] == list(BACKENDS)
-    assert [str(verdict) for verdict in found] == ["reference: accepted"]
+    assert [str(verdict) for verdict in found] == [
+        "cuda: rejected, because the layer is on cpu",
+        "reference: accepted",
+    ]
 
 
 def test_a_rejection_says_why() -> None:

@@ -1,0 +1,156 @@
+"""The CUDA backend: a layer in one cooperative launch of `cuda/moe.cu`, compiled for the layer's format.
+
+The grid is as large as the device holds at once, so that its blocks may wait for each other at the driver's
+own grid barrier. Any number of streams may call: the driver starts a cooperative grid when all of it fits.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Iterable
+
+import torch
+
+from ..arguments import MoEArguments
+from ..jit.build import compile_all
+from ..jit.launch import PreparedLaunch
+from ..jit.load import load_kernel
+from ..jit.source import KernelSource
+from ..jit.spec import BuildSpec
+from ..layer import MarlinMoELayer
+from ..plan import cuda_moe as planner
+from ..plan.problem import LayerFacts, MoEProblem
+from ..plan.reference import too_few_rows
+from ..scratch import Lease
+from .cuda_arguments import KINDS, PARAMETERS, activation_numbers, flags_of, matrix_addresses
+
+MIN_CAPABILITY = (8, 0)
+VECTOR_BYTES = 16
+
+
+def reason_against(problem: MoEProblem) -> str | None:
+    """Why this backend cannot run a problem, or None."""
+    reason = planner.reason_against(problem)
+    if reason is not None:
+        return reason
+    capability = torch.cuda.get_device_capability()
+    if capability < MIN_CAPABILITY:
+        return f"the device is of compute capability {capability[0]}.{capability[1]}, and mma needs 8.0"
+    if not has_compiler():
+        return "the extra marlin-moe[cuda] is not installed, which compiles its kernels"
+    return None
+
+
+@functools.lru_cache(maxsize=1)
+def has_compiler() -> bool:
+    """Whether cuda.core is installed."""
+    try:
+        return importlib.util.find_spec("cuda.core") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def run(arguments: MoEArguments, out: torch.Tensor, lease: Lease) -> None:
+    """Write the layer's output for x [M, H] into out [M, H] on the current stream, in chunks of the lease."""
+    x, weights, ids = (
+        with_vector_rows(arguments.x),
+        arguments.topk_weights.contiguous(),
+        arguments.topk_ids.contiguous(),
+    )
+    expert_map = None if arguments.expert_map is None else arguments.expert_map.contiguous()
+    facts = arguments.workspace().facts
+    tokens, top_k = ids.shape
+    chunk = lease.plan.rows // top_k
+    if chunk == 0:
+        raise too_few_rows(top_k, lease.plan.rows)
+    variant = planner.choose_variant(facts, rows=min(tokens, chunk) * top_k)
+    launch = prepared(variant, facts.num_experts, x.device)
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    matrices, numbers = (
+        matrices_of(arguments.layer),
+        fixed_numbers(arguments, rows=min(tokens, chunk) * top_k),
+    )
+    with torch.cuda.device(x.device):
+        for start in range(0, tokens, chunk):
+            rows = slice(start, start + chunk)
+            parameters = PARAMETERS.pack(
+                x[rows].data_ptr(),
+                weights[rows].data_ptr(),
+                ids[rows].data_ptr(),
+                0 if expert_map is None else expert_map.data_ptr(),
+                *matrices,
+                out[rows].data_ptr(),
+                *lease.addresses,
+                x.stride(0),
+                out.stride(0),
+                min(chunk, tokens - start),
+                top_k,
+                *numbers,
+            )
+            launch(stream, parameters)
+
+
+def matrices_of(layer: MarlinMoELayer) -> tuple[int, ...]:
+    """The addresses of both MatrixArgs."""
+    return (*matrix_addresses(layer.w13), *matrix_addresses(layer.w2))
+
+
+def fixed_numbers(arguments: MoEArguments, *, rows: int) -> tuple[int | float, ...]:
+    """The parameters from num_experts on, for launches of at most `rows` rows."""
+    facts = arguments.workspace().facts
+    flags = flags_of(
+        arguments.topk_ids,
+        arguments.topk_weights,
+        weight_on_input=arguments.apply_router_weight_on_input,
+        slots_fp32=rows <= planner.FP32_ROWS,
+    )
+    return (
+        facts.num_experts,
+        facts.num_global_experts,
+        facts.hidden_size,
+        facts.padded_intermediate_size,
+        KINDS.index(arguments.activation.kind),
+        arguments.routed_scaling_factor,
+        *activation_numbers(arguments.activation),
+        flags,
+    )
+
+
+def with_vector_rows(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it where its rows cannot be read in vectors of 16 bytes."""
+    row_bytes = x.stride(0) * x.element_size()
+    fits = x.stride(1) == 1 and row_bytes % VECTOR_BYTES == 0 and x.data_ptr() % VECTOR_BYTES == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache(maxsize=1024)
+def prepared(variant: planner.MoEVariant, num_experts: int, device: torch.device) -> PreparedLaunch:
+    """The launch of a variant on a device: loaded, from the cubin cache or compiled, with its grid."""
+    kernel = load_kernel(build_spec(variant, architecture(device)), device)
+    smem_bytes = variant.smem_bytes(num_experts=num_experts)
+    grid = kernel.max_cooperative_blocks(planner.THREADS, smem_bytes)
+    return kernel.prepare(grid=grid, block=planner.THREADS, smem_bytes=smem_bytes, cooperative=True)
+
+
+def build_spec(variant: planner.MoEVariant, arch: str) -> BuildSpec:
+    """What to compile for a variant."""
+    return BuildSpec(
+        source=KernelSource(name="moe.cu"),
+        kernels=("moe",),
+        arch=arch,
+        constants=variant.constants,
+        label=variant.label,
+    )
+
+
+def compile_ahead(facts: Iterable[LayerFacts], device: torch.device) -> None:
+    """Compile what the planner can choose for these layers, and load it on the device."""
+    chosen = {(variant, layer.num_experts): None for layer in facts for variant in planner.variants(layer)}
+    compile_all(build_spec(variant, architecture(device)) for variant, _ in chosen)
+    for variant, num_experts in chosen:
+        prepared(variant, num_experts, device)
+
+
+def architecture(device: torch.device) -> str:
+    """The device's architecture as the compiler names it: `sm_90a`."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"

@@ -1,0 +1,142 @@
+// A whole MoE layer in one cooperative launch, for every format: route, GEMM 1 and activation, GEMM 2, sum over slots.
+// The phases are parted by the driver's own grid barrier; nothing in the scratch is expected to survive a call.
+//
+// The constants in capitals come from the build (kernels/plan/cuda_moe.py):
+//   FP16, W13_BITS, W13_GROUP, W13_SYMMETRIC, W13_SORTED, W2_BITS, W2_GROUP, W2_SYMMETRIC, GATED, TOKEN_TILE
+#include <cooperative_groups.h>
+
+#include "epilogue.cuh"
+#include "reduce.cuh"
+#include "route.cuh"
+
+template <bool YES, class A, class B>
+struct Choose { typedef A type; };
+template <class A, class B>
+struct Choose<false, A, B> { typedef B type; };
+
+typedef Choose<FP16, Fp16, Bf16>::type Type;
+typedef Type::Scalar Scalar;
+typedef Format<W13_BITS, W13_GROUP, W13_SYMMETRIC> W13;
+typedef Format<W2_BITS, W2_GROUP, W2_SYMMETRIC> W2;
+
+enum Flags { IDS64 = 1, WEIGHTS_FP32 = 2, WEIGHT_ON_INPUT = 4, SLOTS_FP32 = 8 };
+
+struct Tile {  // the tile's rows: which token, which slot, which router weight; -1 beyond the last
+  int tokens[TOKEN_TILE], slots[TOKEN_TILE];
+  float weights[TOKEN_TILE];
+};
+
+__device__ __forceinline__ float router_weight(const MoEArgs& args, int slot, int flags) {
+  return flags & WEIGHTS_FP32 ? static_cast<const float*>(args.topk_weights)[slot]
+                              : Type::to_float(static_cast<const Scalar*>(args.topk_weights)[slot]);
+}
+
+__device__ __forceinline__ void describe_tile(const MoEArgs& args, int tile, int flags, bool weighted, Tile& rows) {
+  __syncthreads();  // the last tile's epilogue reads the same memory
+  if (threadIdx.x < TOKEN_TILE) {
+    bool there = threadIdx.x < args.tile_rows[tile];
+    int slot = there ? args.sorted_slots[args.tile_row[tile] + threadIdx.x] : -1;
+    rows.slots[threadIdx.x] = slot;
+    rows.tokens[threadIdx.x] = there ? slot / args.top_k : -1;
+    rows.weights[threadIdx.x] = there && weighted ? router_weight(args, slot, flags) : 1.0f;
+  }
+  __syncthreads();
+}
+
+// Inputs k .. k + 255 of rows `row_of(r)` (null where there is none) into a buffer, zeros where there is nothing.
+template <class RowOf>
+__device__ __forceinline__ void copy_rows(Scalar* buffer, int k, int size_k, RowOf row_of) {
+  constexpr int VECTORS = CHUNK_K / 8;
+  for (int i = threadIdx.x; i < TOKEN_TILE * VECTORS; i += THREADS) {
+    int r = i / VECTORS, element = i % VECTORS * 8;
+    const Scalar* row = row_of(r);
+    bool there = row && k + element < size_k;
+    copy_async(buffer + r * ROW_ELEMENTS + element, there ? row + k + element : static_cast<const Scalar*>(nullptr), there);
+  }
+}
+
+// The same with the inputs in the order that w13's act-order asks for.
+template <class RowOf>
+__device__ __forceinline__ void gather_rows(Scalar* buffer, int k, int size_k, const int* order, RowOf row_of) {
+  for (int i = threadIdx.x; i < TOKEN_TILE * CHUNK_K; i += THREADS) {
+    int r = i / CHUNK_K, element = i % CHUNK_K;
+    const Scalar* row = row_of(r);
+    bool there = row && k + element < size_k;
+    buffer[r * ROW_ELEMENTS + element] = there ? row[order[k + element]] : Type::from_float(0.0f);
+  }
+}
+
+// The tile's sums where every thread can read them, in the memory of the token buffers.
+__device__ __forceinline__ TileSums<TOKEN_TILE>& gather_sums(const Sums<TOKEN_TILE>& sums, Scalar* shared, int block, int part) {
+  TileSums<TOKEN_TILE>& tile = *reinterpret_cast<TileSums<TOKEN_TILE>*>(shared);
+  __syncthreads();  // parts were exchanged there
+  if (part == 0) tile.put(sums, block);
+  __syncthreads();
+  return tile;
+}
+
+__device__ void first_gemm(const MoEArgs& args, int flags, Scalar* shared, Tile& rows) {
+  constexpr int STEP = GATED ? 64 : 128;  // activation columns of a tile
+  int warp = threadIdx.x >> 5, block = warp / WARPS_K, part = warp % WARPS_K;
+  int tiles = *args.tile_count, steps = (args.intermediate_size + STEP - 1) / STEP;
+  for (u64 item = blockIdx.x; item < static_cast<u64>(tiles) * steps; item += gridDim.x) {
+    int tile = item % tiles, start = static_cast<int>(item / tiles) * STEP;
+    int expert = args.tile_expert[tile];
+    describe_tile(args, tile, flags, flags & WEIGHT_ON_INPUT, rows);
+    int column = start + (GATED ? block * args.intermediate_size : 64 * block);
+    if (!GATED && column >= args.intermediate_size) column = -1;
+    auto row_of = [&](int r) {
+      return rows.tokens[r] < 0 ? nullptr : static_cast<const Scalar*>(args.x) + rows.tokens[r] * args.x_stride;
+    };
+    Sums<TOKEN_TILE> sums;
+    multiply_tile<Type, W13, TOKEN_TILE>(
+        sums, args.w13, expert, column, args.hidden_size, args.intermediate_size * (GATED ? 2 : 1), shared,
+        [&](Scalar* buffer, int k) {
+          if (W13_SORTED)
+            gather_rows(buffer, k, args.hidden_size, args.w13.sort_order + static_cast<u64>(expert) * args.hidden_size, row_of);
+          else
+            copy_rows(buffer, k, args.hidden_size, row_of);
+        });
+    TileSums<TOKEN_TILE>& tile_sums = gather_sums(sums, shared, block, part);
+    store_activations<Type, W13, TOKEN_TILE, GATED>(args, tile_sums, expert, start, args.tile_row[tile],
+                                                                args.tile_rows[tile], rows.weights);
+  }
+}
+
+__device__ void second_gemm(const MoEArgs& args, int flags, Scalar* shared, Tile& rows) {
+  int warp = threadIdx.x >> 5, block = warp / WARPS_K, part = warp % WARPS_K;
+  int tiles = *args.tile_count, steps = (args.hidden_size + 127) / 128;
+  for (u64 item = blockIdx.x; item < static_cast<u64>(tiles) * steps; item += gridDim.x) {
+    int tile = item % tiles, start = static_cast<int>(item / tiles) * 128, column = start + 64 * block;
+    if (column >= args.hidden_size) column = -1;
+    int expert = args.tile_expert[tile], row = args.tile_row[tile], count = args.tile_rows[tile];
+    describe_tile(args, tile, flags, !(flags & WEIGHT_ON_INPUT), rows);
+    auto row_of = [&](int r) {
+      return r >= count ? nullptr : static_cast<const Scalar*>(args.activations) + static_cast<u64>(row + r) * args.intermediate_size;
+    };
+    Sums<TOKEN_TILE> sums;
+    multiply_tile<Type, W2, TOKEN_TILE>(
+        sums, args.w2, expert, column, args.intermediate_size, args.hidden_size, shared,
+        [&](Scalar* buffer, int k) { copy_rows(buffer, k, args.intermediate_size, row_of); });
+    store_slots<Type, W2, TOKEN_TILE>(args, gather_sums(sums, shared, block, part), expert, start, count, rows.slots,
+                                      rows.weights, flags & SLOTS_FP32);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) moe(const __grid_constant__ MoEArgs args, int flags) {
+  extern __shared__ uint4 dynamic[];
+  __shared__ Tile rows;
+  __shared__ int partial[32];
+  auto grid = cooperative_groups::this_grid();
+  Scalar* shared = reinterpret_cast<Scalar*>(dynamic);
+  if (blockIdx.x == 0) route<TOKEN_TILE>(args, flags & IDS64, reinterpret_cast<int*>(dynamic), partial);
+  grid.sync();
+  first_gemm(args, flags, shared, rows);
+  grid.sync();
+  second_gemm(args, flags, shared, rows);
+  grid.sync();
+  if (flags & SLOTS_FP32)
+    reduce<Type, float>(args);
+  else
+    reduce<Type, Scalar>(args);
+}

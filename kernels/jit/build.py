@@ -1,0 +1,151 @@
+"""Cache, then compiler, unless compiling is forbidden: `obtain_cubin`, `compile_all`, `CompileReport`."""
+
+import os
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ..errors import JitError
+from .cache import read_entry, write_entry
+from .compile import CompiledKernel, compile_cubin
+from .spec import BuildSpec
+
+_compiling: dict[str, threading.Lock] = {}  # by key, so that threads of a process compile a spec once
+_guard = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileReport:
+    """One spec that was compiled, or found in the cache.
+
+    Fields:
+        name: the spec's title.
+        arch: what it was compiled for.
+        key: its name in the cache.
+        cached: whether it was found there.
+        seconds: what compiling took, now or then.
+        registers: the most per thread of any kernel in it.
+        spill_store_bytes, spill_load_bytes: of all its functions.
+        static_smem_bytes: the most per block of any kernel in it.
+        cubin_bytes: the size of the binary.
+        warnings: the compiler's and the assembler's.
+    """
+
+    name: str
+    arch: str
+    key: str
+    cached: bool
+    seconds: float
+    registers: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    static_smem_bytes: int
+    cubin_bytes: int
+    warnings: tuple[str, ...]
+
+
+def compiling_is_forbidden() -> bool:
+    """What MARLIN_MOE_JIT says: `forbid`, or `allow` like nothing.
+
+    Raises:
+        JitError: it says something else.
+    """
+    value = os.environ.get("MARLIN_MOE_JIT", "")
+    if value not in ("", "allow", "forbid"):
+        raise JitError(f"MARLIN_MOE_JIT: expected allow or forbid, got {value!r}.")
+    return value == "forbid"
+
+
+def obtain_cubin(spec: BuildSpec) -> CompiledKernel:
+    """The spec's cubin, from the cache or else compiled and put there.
+
+    Raises:
+        JitError: as `compile_cubin`; or it would have to be compiled and MARLIN_MOE_JIT forbids it.
+    """
+    forbidden = compiling_is_forbidden()
+    return _find_or_compile(spec, forbidden=forbidden, cache=True)[0]
+
+
+def compile_all(
+    specs: Iterable[BuildSpec], *, cache: bool = True, jobs: int | None = None
+) -> list[CompileReport]:
+    """Compiles ahead what the cache does not hold, several at once, whatever MARLIN_MOE_JIT says.
+
+    Args:
+        specs: what to compile; equal ones are compiled once.
+        cache: whether cubins are looked up in the cache and put there.
+        jobs: how many at once; as many as this process has processors when None.
+
+    Returns:
+        One report per spec, in their order.
+
+    Raises:
+        JitError: some did not compile; the text has every one of them. The others are in the cache.
+    """
+    listed = list(specs)
+    jobs = len(os.sched_getaffinity(0)) if jobs is None else jobs
+    if jobs < 1:
+        raise JitError(f"jobs: expected at least 1, got {jobs}.")
+    with ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="marlin-moe-compile") as pool:
+        futures = {
+            spec: pool.submit(_find_or_compile, spec, forbidden=False, cache=cache)
+            for spec in dict.fromkeys(listed)
+        }
+    failures = [str(error) for future in futures.values() if (error := _failure(future.exception()))]
+    if failures:
+        raise JitError(f"{len(failures)} of {len(futures)} kernels did not compile:\n" + "\n".join(failures))
+    return [_report(spec, *futures[spec].result()) for spec in listed]
+
+
+def _find_or_compile(spec: BuildSpec, *, forbidden: bool, cache: bool) -> tuple[CompiledKernel, bool]:
+    """The cubin, and whether it was in the cache."""
+    key = spec.key()
+    with _guard:
+        lock = _compiling.setdefault(key, threading.Lock())
+    with lock:
+        if cache and (found := read_entry(key)) is not None:
+            return found, True
+        if forbidden:
+            raise JitError(
+                f"{spec.title}: expected a cubin for {spec.arch} in the cache, because MARLIN_MOE_JIT=forbid "
+                f"allows no compiling, got none under {key}. Build it ahead with this version: "
+                f"marlin-moe kernels build PATH --arch {spec.arch}"
+            )
+        compiled = compile_cubin(spec)
+        if cache:
+            write_entry(compiled)
+        return compiled, False
+
+
+def _failure(error: BaseException | None) -> JitError | None:
+    """The error if it is one to list; any other is raised."""
+    if error is None or isinstance(error, JitError):
+        return error
+    raise error
+
+
+def _report(spec: BuildSpec, compiled: CompiledKernel, cached: bool) -> CompileReport:
+    return CompileReport(
+        name=spec.title,
+        arch=spec.arch,
+        key=compiled.key,
+        cached=cached,
+        seconds=compiled.seconds,
+        registers=compiled.registers,
+        spill_store_bytes=compiled.spill_store_bytes,
+        spill_load_bytes=compiled.spill_load_bytes,
+        static_smem_bytes=compiled.static_smem_bytes,
+        cubin_bytes=len(compiled.cubin),
+        warnings=compiled.warnings,
+    )
+
+
+def _renew_locks() -> None:
+    """For a forked child, where a thread that held a lock does not exist."""
+    global _guard
+    _guard = threading.Lock()
+    _compiling.clear()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
