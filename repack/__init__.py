@@ -5,8 +5,8 @@ tensor_file     one safetensors file: header checked, tensors read by position
 checkpoint      a directory: config, index, tensors read when asked for
 experts         where the routed experts of a checkpoint are
 scheme          quantization_config to the QuantScheme of one MoE layer
-quant_methods   one file per quantization tool: its config, its tensors
 states          what flows between stages: ExpertTensors, State, Context
+quant_methods   one file per quantization tool: its config, its tensors
 layers          the quantized MoE layers of an open checkpoint, in order
 check           a layer's tensors against its scheme, from headers alone
 native          the loop over packed words, in C or in torch
@@ -16,5 +16,14 @@ stages          one file per stage, in the order in which they run
 pipeline        the stages in order, checked to fit
 blocks          a pipeline over blocks of experts, under a byte budget
 process         process_weights, update_weights_
+progress        what a long run tells whoever watches it
+packed          the packed checkpoint: its files, manifest, journal, reader
 load            load_layers
+store           source to packed checkpoint: repack_checkpoint
+verify          a packed checkpoint against its manifest and its source
+unpack          a packed checkpoint to its source again
+advice          what a TP x EP split makes of a layer
+inspect_report  what inspect finds
+inspect_packed  the same of a packed checkpoint
+inspect         inspect_checkpoint
 """

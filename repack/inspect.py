@@ -9,19 +9,25 @@ from pathlib import Path
 import torch
 
 from ..kernels.layer import Shard
-from .advice import SplitReport, expert_bytes, padded, split_report
+from .advice import split_report
 from .check import SCALE_FIELDS, expert_facts
 from .checkpoint import Checkpoint, shorten
 from .errors import CheckpointError, ExpertsError, MarlinMoEError
 from .experts.find import NUMBERED_KEY, ExpertsModule, find_experts, natural
-from .inspect_report import InspectReport, LayerReport, PlainLayer, RefusedLayer
-from .layers import linears
-from .scheme import QuantScheme
-from .states import ExpertFacts, ExpertTensors, dtype_name
+from .inspect_packed import inspect_packed
+from .inspect_report import (
+    InspectReport,
+    LayerReport,
+    RefusedLayer,
+    layer_report,
+    plain_layer,
+    warnings_about,
+)
+from .layers import layer_source
+from .packed.names import is_packed
+from .states import ExpertTensors
 from .tensor_file import tensor_bytes
 
-VLLM_HIDDEN_MULTIPLE = 128
-"""What vLLM's Marlin MoE kernel asks of the hidden size; this op asks for 64."""
 SAMPLE_BYTES = 4096
 """Of each scale tensor; it is read whole only where these are all zero."""
 
@@ -42,6 +48,8 @@ def inspect_checkpoint(
             layers is in the report.
     """
     Shard(0, tp), Shard(0, ep)  # refuses sizes below 1 before anything is read
+    if is_packed(path):
+        return inspect_packed(Path(path), tp=tp, ep=ep)
     with Checkpoint(path, follow_links=follow_links) as checkpoint:
         modules, refused = _experts_modules(checkpoint.tensors)
         layers = []
@@ -67,7 +75,7 @@ def inspect_checkpoint(
             total_bytes=sum(entry.nbytes for entry in checkpoint.tensors.values()),
             layers=tuple(layers),
             refused=tuple(refused),
-            plain_layers=tuple(_plain(checkpoint, m) for m in modules.values() if not m.quantized),
+            plain_layers=tuple(plain_layer(checkpoint, m) for m in modules.values() if not m.quantized),
             carried_tensors=len(carried),
             carried_bytes=sum(entry.nbytes for entry in carried),
             left_out=tuple(checkpoint.left_out),
@@ -92,19 +100,17 @@ def _experts_modules(names: Iterable[str]) -> tuple[dict[str, ExpertsModule], li
         try:
             modules |= find_experts(members)
         except ExpertsError as error:
-            refused.append(RefusedLayer(module=module, problems=tuple(str(error).splitlines())))
+            refused.append(_refused(module, error))
     return modules, refused
 
 
 def _layer(checkpoint: Checkpoint, module: ExpertsModule, *, tp: int, ep: int) -> LayerReport | RefusedLayer:
     try:
-        config = checkpoint.quantization_config
-        scheme = QuantScheme.from_config(config, module.name, linears=linears(module))
-        experts = ExpertTensors.from_checkpoint(checkpoint, module)
-        facts = expert_facts(experts, scheme)
+        source = layer_source(checkpoint, checkpoint.quantization_config, module)
+        experts, facts = source.experts, expert_facts(source.experts, source.scheme)
         zero, not_finite = _bad_scales(checkpoint, experts)
     except MarlinMoEError as error:
-        return RefusedLayer(module=module.name, problems=tuple(str(error).splitlines()))
+        return _refused(module.name, error)
     if not_finite:
         problem = (
             f"{module.name}: expected finite scales, got NaN or Inf in {len(not_finite)} projections: "
@@ -120,27 +126,11 @@ def _layer(checkpoint: Checkpoint, module: ExpertsModule, *, tp: int, ep: int) -
     )
 
 
-def layer_report(
-    facts: ExpertFacts, *, source_bytes: int, dead_projections: tuple[str, ...], split: SplitReport
-) -> LayerReport:
-    """The report of a layer of these source facts."""
-    intermediate, group_size = facts.intermediate_size, facts.w2.group_size
-    one = expert_bytes(facts, intermediate_size=intermediate, w2_group_size=group_size)
-    return LayerReport(
-        module=facts.module,
-        num_experts=facts.num_experts,
-        hidden_size=facts.hidden_size,
-        intermediate_size=intermediate,
-        padded_intermediate_size=padded(intermediate),
-        w13=facts.w13,
-        w2=facts.w2,
-        scales_dtype=dtype_name(facts.scales_dtype),
-        biased=facts.biased,
-        source_bytes=source_bytes,
-        packed_bytes=facts.num_experts * one,
-        dead_projections=dead_projections,
-        split=split,
-    )
+def _refused(module: str, error: MarlinMoEError) -> RefusedLayer:
+    """The error's problems, one text each, without the headline that counts them."""
+    headline, *problems = str(error).splitlines()
+    counted = headline == f"{module}: {len(problems)} problems."
+    return RefusedLayer(module=module, problems=tuple(problems if counted else [headline, *problems]))
 
 
 def _bad_scales(checkpoint: Checkpoint, experts: ExpertTensors) -> tuple[list[str], list[str]]:
@@ -166,45 +156,12 @@ def _bad_scales(checkpoint: Checkpoint, experts: ExpertTensors) -> tuple[list[st
     return zero, not_finite
 
 
-def _plain(checkpoint: Checkpoint, module: ExpertsModule) -> PlainLayer:
-    prefix = f"{module.name}." if module.name else ""
-    entries = [checkpoint.tensors[prefix + key] for key in module.keys]
-    return PlainLayer(
-        module=module.name,
-        num_experts=len(module.experts),
-        dtypes=tuple(sorted({entry.dtype for entry in entries})),
-        source_bytes=sum(entry.nbytes for entry in entries),
-    )
-
-
 def _quant_method(checkpoint: Checkpoint) -> str | None:
     try:
         method = checkpoint.quantization_config.get("quant_method", "compressed-tensors")
     except CheckpointError:
         return None  # a problem of every layer with packed experts, and reported with each
     return str(method)
-
-
-def warnings_about(layers: Iterable[LayerReport], left_out: Iterable[str]) -> Iterator[str]:
-    """What deserves attention and stops nothing, one line each."""
-    names = list(left_out)
-    if names:
-        yield f"left out, because neither index nor name makes them part of the checkpoint: {shorten(names)}"
-    sizes: dict[int, list[str]] = {}
-    for layer in layers:
-        if layer.hidden_size % VLLM_HIDDEN_MULTIPLE:
-            sizes.setdefault(layer.hidden_size, []).append(layer.module)
-        if layer.dead_projections:
-            yield (
-                f"{layer.module}: {len(layer.dead_projections)} projections have scales that are all zero: "
-                f"{shorten(list(layer.dead_projections), 3)}. Calibration never reached these experts; "
-                "repack refuses them unless told --allow-dead-experts"
-            )
-    for size, modules in sizes.items():
-        yield (
-            f"hidden size {size} of {shorten(modules, 2)} is no multiple of {VLLM_HIDDEN_MULTIPLE}, which "
-            "vLLM's Marlin MoE kernel asks for; this package's op runs it"
-        )
 
 
 def _problems(
@@ -216,8 +173,8 @@ def _problems(
             f"…experts.0.gate_proj.weight_packed), got none among {len(checkpoint.tensors)} tensors. "
             "This is no WNA16 MoE checkpoint."
         )
-    for layer in refused:
-        yield from layer.problems
+    for module in refused:
+        yield from module.problems
     for layer in layers:
         if layer.split.problem is not None:
             yield layer.split.problem

@@ -1,10 +1,16 @@
 """What `inspect` finds in a checkpoint directory: `InspectReport`."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .advice import SplitReport
-from .states import MatrixFacts
+from .advice import SplitReport, expert_bytes, padded
+from .checkpoint import Checkpoint, shorten
+from .experts.find import ExpertsModule
+from .states import ExpertFacts, MatrixFacts, dtype_name
+
+VLLM_HIDDEN_MULTIPLE = 128
+"""What vLLM's Marlin MoE kernel asks of the hidden size; this op asks for 64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,3 +102,60 @@ class InspectReport:
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON."""
         return {**asdict(self), "ok": self.ok}
+
+
+def layer_report(
+    facts: ExpertFacts, *, source_bytes: int, dead_projections: tuple[str, ...], split: SplitReport
+) -> LayerReport:
+    """The report of a layer of these source facts."""
+    intermediate, group_size = facts.intermediate_size, facts.w2.group_size
+    one = expert_bytes(facts, intermediate_size=intermediate, w2_group_size=group_size)
+    return LayerReport(
+        module=facts.module,
+        num_experts=facts.num_experts,
+        hidden_size=facts.hidden_size,
+        intermediate_size=intermediate,
+        padded_intermediate_size=padded(intermediate),
+        w13=facts.w13,
+        w2=facts.w2,
+        scales_dtype=dtype_name(facts.scales_dtype),
+        biased=facts.biased,
+        source_bytes=source_bytes,
+        packed_bytes=facts.num_experts * one,
+        dead_projections=dead_projections,
+        split=split,
+    )
+
+
+def plain_layer(checkpoint: Checkpoint, module: ExpertsModule) -> PlainLayer:
+    """The report of a module of plain experts of an open checkpoint."""
+    prefix = f"{module.name}." if module.name else ""
+    entries = [checkpoint.tensors[prefix + key] for key in module.keys]
+    return PlainLayer(
+        module=module.name,
+        num_experts=len(module.experts),
+        dtypes=tuple(sorted({entry.dtype for entry in entries})),
+        source_bytes=sum(entry.nbytes for entry in entries),
+    )
+
+
+def warnings_about(layers: Iterable[LayerReport], left_out: Iterable[str]) -> Iterator[str]:
+    """What deserves attention and stops nothing, one line each."""
+    names = list(left_out)
+    if names:
+        yield f"left out, because neither index nor name makes them part of the checkpoint: {shorten(names)}"
+    sizes: dict[int, list[str]] = {}
+    for layer in layers:
+        if layer.hidden_size % VLLM_HIDDEN_MULTIPLE:
+            sizes.setdefault(layer.hidden_size, []).append(layer.module)
+        if layer.dead_projections:
+            yield (
+                f"{layer.module}: {len(layer.dead_projections)} projections have scales that are all zero: "
+                f"{shorten(list(layer.dead_projections), 3)}. Calibration never reached these experts; "
+                "repack refuses them unless told --allow-dead-experts"
+            )
+    for size, modules in sizes.items():
+        yield (
+            f"hidden size {size} of {shorten(modules, 2)} is no multiple of {VLLM_HIDDEN_MULTIPLE}, which "
+            "vLLM's Marlin MoE kernel asks for; this package's op runs it"
+        )

@@ -45,10 +45,17 @@ def moe_layers(checkpoint: Checkpoint, *, only: Iterable[str] | None = None) -> 
             f"{shorten(unknown)}."
         )
     config = checkpoint.quantization_config
-    return {name: _layer(checkpoint, config, modules[name]) for name in modules if name in names}
+    return {name: layer_source(checkpoint, config, modules[name]) for name in modules if name in names}
 
 
-def _layer(checkpoint: Checkpoint, config: Mapping[str, Any], module: ExpertsModule) -> MoELayerSource:
+def layer_source(checkpoint: Checkpoint, config: Mapping[str, Any], module: ExpertsModule) -> MoELayerSource:
+    """One MoE layer of a checkpoint whose quantization config is `config`; raises as `moe_layers` does."""
+    count, named = len(module.experts), checkpoint.num_experts
+    if named and count not in named and module.experts[-1] == count - 1:  # gaps are named by `check`
+        raise ExpertsError(
+            f"{module.name}: expected {' or '.join(map(str, sorted(named)))} experts, which config.json says "
+            f"(num_experts or alike), got {count}. A shard is missing, or the config is of another checkpoint."
+        )
     scheme = QuantScheme.find(config, module.name, linears=linears(module))
     if scheme is None:
         packed = METHODS[config.get("quant_method", "compressed-tensors")].packed_field

@@ -1,0 +1,66 @@
+"""`marlin-moe doctor`."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+from .options import json_option
+from .output import bytes_text, print_json
+
+if TYPE_CHECKING:
+    from .machine import MachineReport
+
+
+@click.command()
+@json_option
+def doctor(as_json: bool) -> None:
+    """Say what this machine can run, and why not the rest.
+
+    Lists the packages, the loop that repacks weights (C or torch), every device with the backends of the op
+    that accept it or the reason why they do not, and the workspace that a known layer needs. Exit code 1 if
+    something keeps this installation from working.
+
+    \b
+    Example:
+      marlin-moe doctor
+    """
+    from ..kernels.errors import MarlinMoEError
+    from .machine import examine_machine
+
+    report = examine_machine()
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        _print(report)
+    if not report.ok:
+        raise MarlinMoEError("\n".join(["this installation does not work as set up:", *report.problems]))
+
+
+def _print(report: "MachineReport") -> None:
+    cuda = f"CUDA {report.torch_cuda}" if report.torch_cuda else "without CUDA"
+    _say("marlin-moe", f"{report.version}, Python {report.python}, {report.platform}")
+    _say("torch", f"{report.torch} ({cuda}), {report.threads} threads")
+    needed = [package for package in report.packages if package.extra is None and package.name != "torch"]
+    _say("packages", ", ".join(f"{package.name} {package.version or 'MISSING'}" for package in needed))
+    for extra in sorted({package.extra for package in report.packages if package.extra}):
+        members = [package for package in report.packages if package.extra == extra]
+        missing = [package.name for package in members if package.version is None]
+        found = ", ".join(f"{package.name} {package.version}" for package in members if package.version)
+        advice = f"missing {', '.join(missing)}: pip install 'marlin-moe[{extra}]'" if missing else ""
+        _say(f"extra {extra}", "; ".join(part for part in (found, advice) if part))
+    native = report.native
+    others = [variant for variant in native.variants if variant != native.variant]
+    also = f"; this processor also has {', '.join(others)}" if native.variant and others else ""
+    _say("repacking", f"{native.path or 'none'}{also}")
+    for device in report.devices:
+        memory = "" if device.memory_bytes is None else f", {bytes_text(device.memory_bytes)}"
+        _say(device.name, device.description + memory)
+        for verdict in device.backends:
+            click.echo(f"{'':14}backend {verdict}")
+    if report.no_cuda_because is not None:
+        _say("cuda", f"no device: {report.no_cuda_because}")
+    _say("workspace", f"{bytes_text(report.sample_workspace_bytes)} for {report.sample}")
+
+
+def _say(what: str, text: str) -> None:
+    click.echo(f"{what:<13} {text}")

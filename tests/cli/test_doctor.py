@@ -1,0 +1,95 @@
+"""`marlin-moe doctor`, and what it finds."""
+
+import json
+from importlib import metadata
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from marlin_moe.cli import machine
+from marlin_moe.cli.machine import examine_machine
+from marlin_moe.cli.main import main
+from marlin_moe.kernels.backends.choose import BACKENDS
+from marlin_moe.repack.native.path import SWITCH, load_extension
+
+
+def doctor(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["doctor", *arguments])
+
+
+@pytest.fixture(autouse=True)
+def no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SWITCH, raising=False)
+
+
+def test_the_report_names_this_machine() -> None:
+    report = examine_machine()
+    assert report.ok
+    assert (report.torch, report.threads) == (str(torch.__version__), torch.get_num_threads())
+    versions = {package.name: package.version for package in report.packages if package.extra is None}
+    assert versions["compressed-tensors"] == metadata.version("compressed-tensors")
+    assert {"torch", "safetensors", "xxhash", "click", "rich"} <= versions.keys()
+    assert {package.extra for package in report.packages} == {None, "cuda"}
+    assert report.sample_workspace_bytes > 8192 * 8 * 4 * (2 * 768 + 768 + 2048)
+
+
+def test_every_device_has_every_backends_verdict() -> None:
+    report = examine_machine()
+    assert report.devices[0].name == "cpu"
+    for device in report.devices:
+        assert [verdict.backend for verdict in device.backends] == list(BACKENDS)
+    assert len(report.devices) == 1 + (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    assert (report.no_cuda_because is None) == (len(report.devices) > 1)
+
+
+def test_a_rejecting_backend_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BACKENDS["reference"], "reason_against", lambda problem: "of the weather")
+    result = doctor()
+    assert "backend reference: rejected, because of the weather" in result.stdout
+
+
+@pytest.mark.skipif(isinstance(load_extension(), str), reason="the C extension was not built")
+def test_the_repacking_loop_is_named() -> None:
+    variants = load_extension().variants()  # type: ignore[union-attr]
+    assert f"C ({variants[0]})" in doctor().stdout
+    assert examine_machine().native.variants == tuple(variants)
+
+
+def test_the_torch_path_is_never_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "0")
+    result = doctor()
+    assert result.exit_code == 0
+    assert f"torch operations ({SWITCH}=0)" in result.stdout
+
+
+def test_an_installation_that_cannot_work_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "yes")
+    result = doctor("--json")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert (report["ok"], report["native"]["path"]) == (False, None)
+    assert f"{SWITCH}: expected 0" in report["problems"][0]
+    assert result.stderr.splitlines()[-1].startswith("error: this installation")
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    requirements = [
+        "torch>=2.11",
+        "no-such-package>=1",
+        "no-such-extra>=1; extra == 'cuda'",
+        "x; extra == 'dev'",
+    ]
+    monkeypatch.setattr(machine.metadata, "requires", lambda name: requirements)
+    result = doctor()
+    assert result.exit_code == 1
+    assert "no-such-package MISSING" in result.stdout
+    assert "missing no-such-extra: pip install 'marlin-moe[cuda]'" in result.stdout
+    assert "no-such-package: expected to be installed" in result.stderr
+    assert "no-such-extra: expected" not in result.stderr
+
+
+def test_json_is_the_report() -> None:
+    result = doctor("--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert json.loads(result.stdout) == json.loads(json.dumps(examine_machine().as_dict()))
