@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from ..kernels.layout import TILE_N
 from .errors import ExpertsError, PipelineError, ShardError, report
 from .pipeline import CHECKPOINT_FIELDS, Pipeline
 from .states import Context, ExpertFacts, ExpertTensors, State
@@ -109,6 +110,11 @@ def plan(pipeline: Pipeline, experts: ExpertTensors, facts: ExpertFacts, context
             f"{facts.module}: expected the stages to bring every tensor into the Marlin layout, got "
             f"{', '.join(left)} left by {', '.join(pipeline.names)}. A stage is missing."
         )
+    if result.facts.padded_intermediate_size % TILE_N:
+        raise PipelineError(
+            f"{facts.module}: expected an intermediate size in whole tiles of {TILE_N}, got "
+            f"{result.facts.padded_intermediate_size} on every rank. Stage pad is missing."
+        )
     if result.facts.intermediate_size * context.tp.size != facts.intermediate_size:
         raise PipelineError(
             f"{facts.module}: expected an intermediate size of {facts.intermediate_size} / tp "
@@ -119,13 +125,12 @@ def plan(pipeline: Pipeline, experts: ExpertTensors, facts: ExpertFacts, context
 
 def rank_experts(facts: ExpertFacts, context: Context) -> range:
     """The experts of this EP rank, counted over the whole layer."""
-    rank = range(*context.ep.bounds(facts.num_experts))
-    if not rank:
+    if context.ep.size > facts.num_experts:  # on every rank alike, also on those that would have one
         raise ShardError(
             f"{facts.module}: expected at least one expert on every EP rank, got {facts.num_experts} experts "
             f"for ep={context.ep.size}. EP sizes up to {facts.num_experts} work."
         )
-    return rank
+    return range(*context.ep.bounds(facts.num_experts))
 
 
 def blocks(experts: ExpertTensors, rank: range, *, block_bytes: int) -> Iterator[range]:

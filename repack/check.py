@@ -7,7 +7,7 @@ import torch
 
 from .checkpoint import shorten
 from .errors import ExpertsError, MarlinMoEWarning, report
-from .quant_methods.method import Field, QuantMethod
+from .quant_methods.method import INDEX_DTYPES, SCALE_DTYPES, Field, QuantMethod
 from .quant_methods.table import METHODS
 from .scheme import QuantScheme, WeightScheme
 from .states import ExpertFacts, ExpertTensors, MatrixFacts, dtype_name
@@ -35,12 +35,7 @@ def expert_facts(experts: ExpertTensors, scheme: QuantScheme) -> ExpertFacts:
     intermediate, hidden = sizes["up"][0], sizes["down"][0]
     problems = list(_tensor_problems(experts, scheme, method, hidden=hidden, intermediate=intermediate))
     problems += _layout_problems(experts.name, scheme, hidden=hidden, intermediate=intermediate)
-    scales = {dtype for key, (dtype, _) in experts.shapes.items() if key.endswith(SCALE_FIELDS)}
-    if len(scales) > 1 and not problems:
-        problems.append(
-            f"{experts.name}: expected scales of one dtype, got {', '.join(sorted(map(dtype_name, scales)))}."
-        )
-    biased = _presence(experts, "bias", problems)
+    problems += _disagreements(experts)
     if problems:
         raise ExpertsError(report(experts.name, problems))
     return ExpertFacts(
@@ -52,12 +47,22 @@ def expert_facts(experts: ExpertTensors, scheme: QuantScheme) -> ExpertFacts:
         gated=True,
         w13=_matrix_facts(experts, (spelling.gate, spelling.up), scheme.w13, method, hidden),
         w2=_matrix_facts(experts, (spelling.down,), scheme.w2, method, intermediate),
-        scales_dtype=next(iter(scales)) or torch.bfloat16,
-        biased=biased,
+        scales_dtype=_scales_dtype(experts),
+        biased=any(key.endswith(".bias") for key in experts.shapes),
     )
 
 
 SCALE_FIELDS = ("weight_scale", "scales")
+ORDER_FIELDS = ("weight_g_idx", "g_idx")
+
+
+def _scales_dtype(experts: ExpertTensors) -> torch.dtype:
+    """The dtype of all scales; `_disagreements` found them alike."""
+    return next(
+        dtype
+        for key, (dtype, _) in experts.shapes.items()
+        if key.endswith(SCALE_FIELDS) and dtype is not None
+    )
 
 
 def _matrix_facts(
@@ -73,7 +78,7 @@ def _matrix_facts(
     if bits != scheme.bits:
         warnings.warn(
             f"{experts.name}: {', '.join(projections)} widened from {scheme.bits} to {bits} bits, "
-            f"exactly, because a stored zero point is {2**scheme.bits}, which {scheme.bits} bits cannot hold.",
+            f"exactly, because a zero point is {2**scheme.bits}, which {scheme.bits} bits cannot hold.",
             MarlinMoEWarning,
             stacklevel=2,
         )
@@ -87,12 +92,14 @@ def _matrix_facts(
 
 def _missing_experts(experts: ExpertTensors) -> str | None:
     seen = experts.module.experts
-    absent = sorted(set(range(len(seen))) - set(seen)) or sorted(set(range(seen[-1] + 1)) - set(seen))
-    if not absent:
+    count = seen[-1] + 1 - len(seen)
+    if not count:
         return None
+    first = sorted(set(range(len(seen) + min(count, 6))) - set(seen))  # a number may be absurdly high
+    more = f" and {count - len(first)} more" if count > len(first) else ""
     return (
         f"{experts.name}: expected experts 0 .. {seen[-1]} without a gap, got {len(seen)} experts without "
-        f"{shorten([str(e) for e in absent])}. A shard of the checkpoint is missing; fetch it again."
+        f"{', '.join(map(str, first))}{more}. A shard of the checkpoint is missing; fetch it again."
     )
 
 
@@ -133,10 +140,10 @@ def _tensor_problems(
             found = [
                 _field_problem(experts, key, field, sizes[projection], where[projection]) for key in present
             ]
-            problems = [problem for problem in found if problem]
-            if problems:
-                alike = f" ({len(problems) - 1} more experts alike.)" if len(problems) > 1 else ""
-                yield problems[0] + alike
+            wrong = [(key, problem) for key, problem in zip(present, found, strict=True) if problem]
+            if wrong:
+                others = shorten([key for key, _ in wrong[1:]])
+                yield wrong[0][1] + (f" Wrong too: {others}." if others else "")
     if missing:
         yield (
             f"{experts.name}: expected {len(missing)} tensors more, because every expert is "
@@ -187,13 +194,26 @@ def _layout_problems(module: str, scheme: QuantScheme, *, hidden: int, intermedi
             )
 
 
-def _presence(experts: ExpertTensors, field: str, problems: list[str]) -> bool:
-    """Whether every projection of every expert has an optional field; some but not all is a problem."""
-    holders = [key for key in experts.shapes if key.endswith(f".{field}")]
-    total = len(experts.module.experts) * 3
-    if holders and len(holders) != total:
-        problems.append(
-            f"{experts.name}: expected {field} on all {total} projections or on none, got it on "
-            f"{len(holders)}."
-        )
-    return bool(holders)
+def _disagreements(experts: ExpertTensors) -> Iterator[str]:
+    """What each tensor alone may be, but all of a layer must share: they are stacked into one."""
+    spelling, count = experts.module.spelling, len(experts.module.experts)
+    found: dict[str, dict[str, torch.dtype | None]] = {}
+    for key, (dtype, _) in experts.shapes.items():
+        found.setdefault(key.rpartition(".")[2], {})[key] = dtype
+    for fields, allowed in (((*SCALE_FIELDS, "bias"), SCALE_DTYPES), (ORDER_FIELDS, INDEX_DTYPES)):
+        for field in fields:
+            dtypes = set(found.get(field, {}).values()) & set(allowed)
+            if len(dtypes) > 1:
+                names = ", ".join(sorted(map(dtype_name, dtypes)))
+                yield f"{experts.name}: expected {field} of one dtype in all its projections, got {names}."
+    for field, projections in (
+        ("bias", spelling.projections),
+        *((field, (spelling.gate, spelling.up)) for field in ORDER_FIELDS),
+        *((field, (spelling.down,)) for field in ORDER_FIELDS),
+    ):
+        holders = [key for key in found.get(field, {}) if key.split(".")[1] in projections]
+        if holders and len(holders) != count * len(projections):
+            yield (
+                f"{experts.name}: expected {field} on all {count * len(projections)} projections "
+                f"({', '.join(projections)} of {count} experts) or on none, got it on {len(holders)}."
+            )

@@ -5,6 +5,7 @@ neither read nor copied, and named in `left_out`.
 """
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -18,6 +19,7 @@ from .tensor_file import TensorEntry, TensorFile
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ONLY_SHARD = "-00001-of-00001.safetensors"
 SHARD_NAME = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
@@ -47,8 +49,10 @@ class Checkpoint:
                 f"{self.path}: expected a checkpoint directory (config.json and safetensors files), got "
                 f"{found}."
             )
-        self.config = read_json(self.path / CONFIG)
-        self.index = read_json(self.path / INDEX) if (self.path / INDEX).exists() else None
+        self.config = read_json(inside(self.path, CONFIG, follow_links=follow_links))
+        self.index = None
+        if os.path.lexists(self.path / INDEX):  # a link that leads nowhere is an error, not a missing index
+            self.index = read_json(inside(self.path, INDEX, follow_links=follow_links))
         names, self.left_out = self._choose_files()
         self.files: dict[str, TensorFile] = {}
         problems = []
@@ -95,6 +99,13 @@ class Checkpoint:
         )
 
     @property
+    def num_experts(self) -> set[int]:
+        """Routed experts of a layer, as the config names them; empty where it does not."""
+        keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+        found = {self.text_config.get(key) for key in keys}
+        return {value for value in found if isinstance(value, int) and value > 0}
+
+    @property
     def top_k(self) -> int | None:
         """Experts per token as the config names it, or None."""
         for key in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k"):
@@ -110,6 +121,10 @@ class Checkpoint:
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Fill `out` (CPU, contiguous) with the bytes of tensor `name`."""
         self.files[self.tensors[name].file].read_into(name, out)
+
+    def read_part_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill `out` (CPU, contiguous) with elements of tensor `name` from `start` on."""
+        self.files[self.tensors[name].file].read_part_into(name, start, out)
 
     def close(self) -> None:
         """Close all files."""
@@ -137,6 +152,11 @@ class Checkpoint:
             )
         left_out = [name for name in present if name not in chosen]
         stray = [name for name in left_out if SHARD_NAME.fullmatch(name)]
+        if self.index is None and SHARD_NAME.fullmatch(chosen[0]) and not chosen[0].endswith(ONLY_SHARD):
+            raise CheckpointError(
+                f"{self.path}: expected {INDEX}, because {chosen[0]} is one shard of several, got none. "
+                "Fetch the index and the other shards."
+            )
         if stray:
             source = INDEX if self.index is not None else chosen[0]
             raise CheckpointError(
@@ -205,7 +225,10 @@ def inside(directory: Path, name: str, *, follow_links: bool = False) -> Path:
             f"{directory}: expected file names inside the directory, got {name!r} in its index."
         )
     path = directory / name
-    target, root = path.resolve(), directory.resolve()
+    try:
+        target, root = path.resolve(), directory.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a name no file system has
+        raise CheckpointError(f"{directory}: expected a file called {name!r}, got {error}.") from error
     allowed = [root]
     if root.parent.name == "snapshots":
         allowed.append(root.parent.parent / "blobs")

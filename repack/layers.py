@@ -1,12 +1,13 @@
 """The quantized MoE layers of an open checkpoint, in order: `MoELayerSource`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from .checkpoint import Checkpoint, shorten
 from .errors import ExpertsError, SchemeError
 from .experts.find import ExpertsModule, find_experts
+from .experts.fused import split_key
 from .quant_methods.table import METHODS
 from .scheme import Linears, QuantScheme
 from .states import ExpertTensors
@@ -54,9 +55,11 @@ def layer_source(checkpoint: Checkpoint, config: Mapping[str, Any], module: Expe
     if named and count not in named and module.experts[-1] == count - 1:  # gaps are named by `check`
         raise ExpertsError(
             f"{module.name}: expected {' or '.join(map(str, sorted(named)))} experts, which config.json says "
-            f"(num_experts or alike), got {count}. A shard is missing, or the config is of another checkpoint."
+            f"(num_experts or alike), got {count}. A shard is missing, or the config is of another one."
         )
-    scheme = QuantScheme.find(config, module.name, linears=linears(module))
+    scheme = next(
+        (s for names in linears(module) if (s := QuantScheme.find(config, module.name, linears=names))), None
+    )
     if scheme is None:
         packed = METHODS[config.get("quant_method", "compressed-tensors")].packed_field
         raise SchemeError(
@@ -68,9 +71,22 @@ def layer_source(checkpoint: Checkpoint, config: Mapping[str, Any], module: Expe
     )
 
 
-def linears(module: ExpertsModule) -> Linears:
-    """Role -> the full names of the module's linears."""
+def linears(module: ExpertsModule) -> Iterator[Linears]:
+    """Role -> the full names of the module's linears; fused experts first under their own names.
+
+    The configs of fused experts were written when they were linears of their own, or for the fused ones.
+    """
+    if module.fused is not None:
+        fused = {
+            role: tuple(
+                f"{module.name}.{parts[0]}"
+                for key, tensor in module.fused.tensors.items()
+                if role in tensor.roles and tensor.field == "weight_packed" and (parts := split_key(key))
+            )
+            for role in ("gate", "up", "down")
+        }
+        yield fused
     roles = zip(("gate", "up", "down"), module.spelling.projections, strict=True)
-    return {
+    yield {
         role: tuple(f"{module.name}.{e}.{projection}" for e in module.experts) for role, projection in roles
     }

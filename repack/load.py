@@ -8,7 +8,10 @@ import torch
 from ..kernels.layer import WHOLE, MarlinMoELayer, Shard
 from .checkpoint import Checkpoint
 from .layers import moe_layers
+from .packed.load import load_packed_layers
+from .packed.names import is_packed
 from .process import Recipe
+from .scheme import QuantScheme
 
 
 def load_layers(
@@ -46,18 +49,24 @@ def load_layers(
         MarlinMoEError: anything that keeps a layer from being exactly right; all problems of a layer in one
         text.
     """
-    recipe_of = {
-        "tp": tp,
-        "ep": ep,
-        "dtype": dtype,
-        "max_tokens": max_tokens,
-        "allow_dead_experts": allow_dead_experts,
-    }
     target = torch.device(device)
+
+    def recipe(module: str, scheme: QuantScheme, config_top_k: int | None) -> Recipe:
+        return Recipe(
+            scheme=scheme,
+            module=module,
+            tp=tp,
+            ep=ep,
+            dtype=dtype,
+            max_tokens=max_tokens,
+            top_k=config_top_k if top_k is None else top_k,
+            allow_dead_experts=allow_dead_experts,
+        )
+
+    if is_packed(path):
+        return load_packed_layers(path, target, recipe, only=only, check=check)
     with Checkpoint(path) as checkpoint:
         return {
-            layer.name: Recipe(
-                scheme=layer.scheme, module=layer.name, top_k=top_k or checkpoint.top_k, **recipe_of
-            ).run(layer.experts, target)
+            layer.name: recipe(layer.name, layer.scheme, checkpoint.top_k).run(layer.experts, target)
             for layer in moe_layers(checkpoint, only=only).values()
         }

@@ -138,11 +138,17 @@ def _run(item: Stage, state: State, context: Context) -> State:
     absent = [name for name in item.writes if name not in result.fields]
     kept = [name for name in item.drops if name in result.fields and name not in item.writes]
     declared = {*item.writes, *item.writes_optional}
-    undeclared = [name for name in result.fields if name not in state.fields and name not in declared]
+    undeclared = [
+        name
+        for name, value in result.fields.items()
+        if name not in declared and value is not state.fields.get(name)
+    ]
+    lost = [name for name in state.fields if name not in {*result.fields, *item.drops, *declared}]
     for names, problem in (
         (absent, "did not write"),
         (kept, "did not drop"),
         (undeclared, "wrote undeclared"),
+        (lost, "dropped undeclared"),
     ):
         if names:
             raise PipelineError(
@@ -192,7 +198,7 @@ def _check_fields(stages: tuple[Stage, ...], inputs: Iterable[str]) -> None:
 def _who_writes(field: str, stages: tuple[Stage, ...], place: int) -> str:
     """Which stage is misplaced or missing where `field` is read at `place`."""
     for item in stages[place + 1 :]:
-        if field in item.writes:
+        if field in item.writes and field not in item.reads:
             return f"Stage {item.name} writes it and is misplaced: it comes later."
     for item in stages[:place]:
         if field in item.drops:

@@ -13,7 +13,7 @@ from .check import expert_facts
 from .errors import ExpertsError, MarlinMoEWarning, SchemeError
 from .pipeline import Pipeline
 from .scheme import QuantScheme
-from .states import Context, ExpertTensors, State
+from .states import Context, ExpertFacts, ExpertTensors, State
 
 LAYER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -33,6 +33,11 @@ class Recipe:
     pipeline: Pipeline = field(default_factory=Pipeline.default)
 
     def __post_init__(self) -> None:
+        for name, kind in (("tp", Shard), ("ep", Shard), ("pipeline", Pipeline)):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                found = f"{type(value).__name__} {value!r}"
+                raise TypeError(f"{name}: expected a {kind.__name__}, got {found}.")
         if self.dtype is not None and self.dtype not in LAYER_DTYPES:
             raise ExpertsError(
                 f"dtype: expected bfloat16, float16, float32 or None (the source's), got {self.dtype}."
@@ -41,13 +46,21 @@ class Recipe:
     def run(self, experts: ExpertTensors, device: torch.device) -> MarlinMoELayer:
         """The finished layer of a layer's checkpoint tensors on `device`."""
         facts = expert_facts(experts, self.scheme)
+        context = self.context(facts, device)
+        memory = LayerMemory(device)
+        result = run_blocks(self.pipeline, experts, facts, context, memory)
+        state = State(experts=range(*self.ep.bounds(facts.num_experts)), facts=result, fields=memory.tensors)
+        return assemble_layer(self.pipeline.run_layer(state, context), context, recipe=self)
+
+    def context(self, facts: ExpertFacts, device: torch.device) -> Context:
+        """What the stages are told, on `device`; warns where scales will be converted."""
         if self.dtype is not None and self.dtype != facts.scales_dtype:
             warnings.warn(
                 f"scales are converted once, from {facts.scales_dtype} to {self.dtype}.",
                 MarlinMoEWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
-        context = Context(
+        return Context(
             device=device,
             tp=self.tp,
             ep=self.ep,
@@ -57,10 +70,6 @@ class Recipe:
             top_k=self.top_k,
             max_tokens=self.max_tokens,
         )
-        memory = LayerMemory(device)
-        result = run_blocks(self.pipeline, experts, facts, context, memory)
-        state = State(experts=range(*self.ep.bounds(facts.num_experts)), facts=result, fields=memory.tensors)
-        return assemble_layer(self.pipeline.run_layer(state, context), context, recipe=self)
 
 
 def process_weights(
@@ -100,23 +109,24 @@ def process_weights(
     if not isinstance(scheme, QuantScheme):
         raise TypeError(f"scheme: expected a QuantScheme, got {type(scheme).__name__}.")
     if not isinstance(experts, ExpertTensors):
-        where = {tensor.device for tensor in experts.values() if isinstance(tensor, torch.Tensor)}
+        named = ExpertTensors.from_mapping(experts)
+        where = {tensor.device for tensor in experts.values()}
         if device is None and len(where) > 1:
             raise ExpertsError(
                 f"experts: expected tensors on one device, got {', '.join(map(str, where))}. Pass device=."
             )
-        device = device or next(iter(where), "cpu")
-        experts = ExpertTensors.from_mapping(experts)
+        device = device or next(iter(where))
+        experts = named
     recipe = Recipe(
         scheme=scheme,
         module=experts.name,
-        tp=tp or WHOLE,
-        ep=ep or WHOLE,
+        tp=WHOLE if tp is None else tp,
+        ep=WHOLE if ep is None else ep,
         dtype=dtype,
         top_k=top_k,
         max_tokens=max_tokens,
         allow_dead_experts=allow_dead_experts,
-        pipeline=pipeline or Pipeline.default(),
+        pipeline=Pipeline.default() if pipeline is None else pipeline,
     )
     return recipe.run(experts, torch.device(device or "cpu"))
 

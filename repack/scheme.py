@@ -104,7 +104,7 @@ class QuantScheme:
         from .quant_methods.table import METHODS
 
         name = quantization_config.get("quant_method", "compressed-tensors")
-        if name not in METHODS:
+        if not isinstance(name, str) or name not in METHODS:
             raise SchemeError(
                 f"quantization_config.quant_method: expected one of {', '.join(sorted(METHODS))}, got "
                 f"{name!r}."

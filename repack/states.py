@@ -6,7 +6,7 @@ along K.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -14,7 +14,11 @@ from ..kernels.layer import Shard
 from .checkpoint import Checkpoint
 from .errors import ExpertsError, PipelineError
 from .experts.find import ExpertsModule, below, find_experts
+from .experts.fused_source import FusedSource
 from .tensor_file import DTYPE_NAMES, DTYPES
+
+Shapes: TypeAlias = Mapping[str, tuple[torch.dtype | None, tuple[int, ...]]]
+"""Key below a module -> dtype and shape."""
 
 
 class TensorSource(Protocol):
@@ -45,6 +49,9 @@ class ExpertTensors:
     @classmethod
     def from_mapping(cls, tensors: Mapping[str, torch.Tensor], *, module: str = "experts") -> "ExpertTensors":
         """Experts of tensors by their names below the module, e.g. `{"7.gate_proj.weight_packed": …}`."""
+        if not isinstance(tensors, Mapping):
+            found = type(tensors).__name__
+            raise TypeError(f"experts: expected a mapping of names to tensors or ExpertTensors, got {found}.")
         for name, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{module}.{name}: expected a torch.Tensor, got {type(tensor).__name__}.")
@@ -58,7 +65,7 @@ class ExpertTensors:
                 f"{seen}."
             )
         shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        return cls(module=found, shapes=shapes, source=MappingSource(named))
+        return cls._seen(found, shapes, MappingSource(named))
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, module: ExpertsModule) -> "ExpertTensors":
@@ -67,7 +74,27 @@ class ExpertTensors:
             key: checkpoint.tensors[f"{module.name}.{key}"] for key in below(module.name, checkpoint.tensors)
         }
         shapes = {key: (DTYPES.get(entry.dtype), entry.shape) for key, entry in entries.items()}
-        return cls(module=module, shapes=shapes, source=checkpoint)
+        return cls._seen(module, shapes, checkpoint)
+
+    @classmethod
+    def _seen(
+        cls, module: ExpertsModule, shapes: Shapes, source: "MappingSource | Checkpoint"
+    ) -> "ExpertTensors":
+        """The experts as numbered ones, also where 3-D tensors hold them."""
+        if module.fused is None:
+            return cls(module=module, shapes=shapes, source=source)
+        spelling, layout = module.spelling, module.fused
+        names = {"gate": spelling.gate, "up": spelling.up, "down": spelling.down}
+        views = {
+            f"{expert}.{names[role]}.{tensor.field}": (shapes[key][0], tensor.view_shape)
+            for key, tensor in layout.tensors.items()
+            for role in tensor.roles
+            for expert in module.experts
+        }
+        prefix = f"{module.name}." if module.name else ""
+        reader = FusedSource(prefix=prefix, layout=layout, spelling=spelling, source=source)
+        others = {key: shape for key, shape in shapes.items() if key not in layout.tensors}
+        return cls(module=module, shapes=views | others, source=reader)
 
     @property
     def name(self) -> str:
@@ -99,7 +126,12 @@ class MappingSource:
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Copy tensor `name` into `out`."""
-        out.copy_(self.tensors[name])
+        out.copy_(self.tensors[name].detach())
+
+    def read_part_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Copy the elements of tensor `name` from `start` on into `out`."""
+        flat = self.tensors[name].detach().reshape(-1)
+        out.copy_(flat[start : start + out.numel()].view(out.shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,6 +108,17 @@ class TensorFile:
             )
         self.read_bytes(entry.offset_bytes, tensor_bytes(out), what=name)
 
+    def read_part_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill `out` (CPU, contiguous, of the tensor's dtype) with elements from `start` on."""
+        entry = self.entries[name]
+        offset = start * out.element_size()
+        if out.dtype != entry.torch_dtype or offset + out.nbytes > entry.nbytes:
+            raise CheckpointError(
+                f"{name}: expected a part of {entry.nbytes} bytes of {entry.dtype}, got {out.nbytes} bytes "
+                f"of {out.dtype} from {offset} on."
+            )
+        self.read_bytes(entry.offset_bytes + offset, tensor_bytes(out), what=name)
+
     def read_bytes(self, offset: int, buffer: memoryview, *, what: str) -> None:
         """Fill `buffer` from `offset`; CheckpointError on a read error or where the file ends too early."""
         done = 0

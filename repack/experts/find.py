@@ -2,7 +2,8 @@
 
 A module of numbered experts has children `<number>.<projection>.<field>` with a known triple of projections
 (`spellings`), whatever stands before: `model.layers.3.mlp.experts`, `…block_sparse_moe.experts`,
-`language_model.…feed_forward.experts`.
+`language_model.…feed_forward.experts`. A module of fused experts has 3-D tensors instead (`fused`), and is
+seen as if its experts were numbered.
 """
 
 import re
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..errors import ExpertsError, report
+from .fused import FusedLayout, HasShape, fused_layout, split_key
 from .spellings import NUMBERED, Spelling
 
 NUMBERED_KEY = re.compile(r"(?:(?P<module>.+)\.)?(?P<expert>\d+)\.(?P<projection>[^.]+)\.(?P<field>[^.]+)")
@@ -25,6 +27,7 @@ class ExpertsModule:
         experts: the expert numbers seen, ascending.
         keys: every tensor key below the module, without the module's name: `7.gate_proj.weight_packed`.
         fields: the last parts of those keys: `weight_packed`, `weight_scale`, …
+        fused: how the experts are stored where they are 3-D tensors; the keys are then views of them.
     """
 
     name: str
@@ -32,6 +35,7 @@ class ExpertsModule:
     experts: tuple[int, ...]
     keys: tuple[str, ...]
     fields: frozenset[str]
+    fused: FusedLayout | None = None
 
     @property
     def quantized(self) -> bool:
@@ -39,18 +43,24 @@ class ExpertsModule:
         return bool(self.fields & PACKED_FIELDS)
 
 
+VIEWED = NUMBERED[0]
+"""The names under which fused experts are seen."""
+
 PACKED_FIELDS = frozenset({"weight_packed", "qweight"})
 
 
-def find_experts(names: Iterable[str]) -> dict[str, ExpertsModule]:
-    """Every module of numbered experts among a checkpoint's tensor names, in natural order.
+def find_experts(tensors: Iterable[str] | Mapping[str, HasShape]) -> dict[str, ExpertsModule]:
+    """Every module of experts among a checkpoint's tensors, in natural order.
+
+    Args:
+        tensors: names, or names with shapes, without which fused experts are not seen.
 
     Raises:
         ExpertsError: a module called after experts whose projections are no known triple; it lists what was
         seen.
     """
     found: dict[str, list[re.Match[str]]] = {}
-    for name in names:
+    for name in tensors:
         match = NUMBERED_KEY.fullmatch(name)
         if match:
             found.setdefault(match["module"] or "", []).append(match)
@@ -71,9 +81,52 @@ def find_experts(names: Iterable[str]) -> dict[str, ExpertsModule]:
             keys=tuple(match.string[start:] for match in matches),
             fields=frozenset(match["field"] for match in matches),
         )
+    if isinstance(tensors, Mapping):
+        for module, fused in _find_fused(tensors, problems).items():
+            modules.setdefault(module, fused)
     if problems:
         raise ExpertsError(report("experts", problems))
     return dict(sorted(modules.items(), key=lambda item: natural(item[0])))
+
+
+def _find_fused(tensors: Mapping[str, HasShape], problems: list[str]) -> dict[str, ExpertsModule]:
+    """Modules with 3-D tensors of packed words; what is wrong with one is added to the problems."""
+    candidates = set()
+    for name, tensor in tensors.items():
+        parent, _, last = name.rpartition(".")
+        if len(tensor.shape) == 3 and last == "weight_packed":
+            candidates.add(parent.rpartition(".")[0])
+        elif len(tensor.shape) == 3 and last.endswith("_packed"):
+            candidates.add(parent)
+    found = {}
+    for module in candidates:
+        shapes = {key: tuple(tensors[f"{module}.{key}"].shape) for key in below(module, tensors)}
+        own = {key: shape for key, shape in shapes.items() if split_key(key) is not None}
+        try:
+            layout = fused_layout(module, own)
+        except ExpertsError as error:
+            problems.append(str(error))
+            continue
+        if layout is not None:
+            found[module] = fused_module(module, layout)
+        elif is_called_experts(module):
+            problems.append(unknown_spelling(module, {split[0] for key in own if (split := split_key(key))}))
+    return found
+
+
+def fused_module(name: str, layout: FusedLayout) -> ExpertsModule:
+    """A module of fused experts, seen as numbered ones."""
+    roles = {"gate": VIEWED.gate, "up": VIEWED.up, "down": VIEWED.down}
+    stored = [(roles[role], tensor.field) for tensor in layout.tensors.values() for role in tensor.roles]
+    experts = tuple(range(layout.num_experts))
+    return ExpertsModule(
+        name=name,
+        spelling=VIEWED,
+        experts=experts,
+        keys=tuple(f"{e}.{projection}.{field}" for e in experts for projection, field in stored),
+        fields=frozenset(field for _, field in stored),
+        fused=layout,
+    )
 
 
 def is_called_experts(module: str) -> bool:

@@ -31,3 +31,41 @@ NUMBERED = (
     ),
     Spelling(gate="w1", up="w3", down="w2", models="Mixtral, Phi-MoE, MiniMax, LFM2, Kimi-Linear"),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedSpelling:
+    """How a model spells experts that are stored as one tensor per projection; gate and up fused or apart.
+
+    Attributes:
+        parts: projection name -> the roles side by side in it.
+    """
+
+    parts: tuple[tuple[str, tuple[str, ...]], ...]
+    models: str
+
+    @property
+    def projections(self) -> frozenset[str]:
+        """All names, which have to be there together."""
+        return frozenset(name for name, _ in self.parts)
+
+    def roles_of(self, projection: str) -> tuple[str, ...]:
+        """The roles in a projection; none where it is no part of this spelling."""
+        return dict(self.parts).get(projection, ())
+
+
+FUSED = (
+    FusedSpelling(
+        parts=(("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))),
+        models="transformers 5's experts modules; llm-compressor's repacked experts",
+    ),
+    FusedSpelling(parts=(("w13_weight", ("gate", "up")), ("w2_weight", ("down",))), models="vLLM's names"),
+    FusedSpelling(parts=(("w13", ("gate", "up")), ("w2", ("down",))), models="vLLM's names, short"),
+    FusedSpelling(
+        parts=(("gate_proj", ("gate",)), ("up_proj", ("up",)), ("down_proj", ("down",))),
+        models="stacked experts of MLX and others",
+    ),
+    FusedSpelling(
+        parts=(("w1", ("gate",)), ("w3", ("up",)), ("w2", ("down",))), models="stacked Mixtral experts"
+    ),
+)

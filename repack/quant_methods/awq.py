@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...kernels.layout import pack_fields, unpack_fields
-from ..errors import SchemeError
+from ..errors import ExpertsError, SchemeError
 from ..scheme import Linears, QuantScheme, WeightScheme, combine
 from ..states import ExpertTensors
 from .gptq import integer
@@ -71,6 +71,34 @@ class AWQ:
         if becomes == "weight_packed":
             return pack_fields(columns.transpose(-1, -2), bits=bits)
         return pack_fields(columns, bits=bits).transpose(-1, -2).contiguous()
+
+    def stored(
+        self,
+        field: Field,
+        canonical: torch.Tensor | None,
+        scheme: WeightScheme,
+        *,
+        bits: int,
+        size_n: int,
+        size_k: int,
+    ) -> torch.Tensor:
+        """Turned and interleaved again."""
+        if canonical is None:
+            raise ExpertsError(f"{field.name}: expected a tensor that AWQ stores, got metadata.")
+        if field.becomes == "weight_bias":
+            return canonical
+        if field.becomes == "weight_scale":
+            return canonical.transpose(-1, -2).contiguous()
+        if field.becomes == "weight_packed":
+            return interleaved(unpack_fields(canonical, bits=bits)[..., :size_k].transpose(-1, -2), bits=bits)
+        return interleaved(unpack_fields(canonical.transpose(-1, -2), bits=bits), bits=bits)
+
+
+def interleaved(fields: torch.Tensor, *, bits: int) -> torch.Tensor:
+    """Words [..., N*bits/32] of fields [..., N] in column order: the inverse of `in_column_order`."""
+    words = fields.reshape(*fields.shape[:-1], -1, len(NIBBLE_COLUMNS))
+    columns = torch.tensor(NIBBLE_COLUMNS, device=fields.device)
+    return pack_fields(words.index_select(words.dim() - 1, columns).reshape(fields.shape), bits=bits)
 
 
 def in_column_order(words: torch.Tensor, *, bits: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ act-order `weight_g_idx` int32 [K], and `weight_shape` [2] as metadata. This is 
 stages work on, so nothing is converted. (Facts: compressed-tensors 0.20, `compressors/pack_quantized`.)
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,26 +90,40 @@ class CompressedTensors:
         """As it is: the stages work on this layout."""
         return stacked
 
+    def stored(
+        self,
+        field: Field,
+        canonical: torch.Tensor | None,
+        scheme: WeightScheme,
+        *,
+        bits: int,
+        size_n: int,
+        size_k: int,
+    ) -> torch.Tensor:
+        """As it is; `weight_shape` is (N, K)."""
+        return torch.tensor((size_n, size_k)) if canonical is None else canonical
+
 
 def match_groups(config: Mapping[str, Any], module: str, names: tuple[str, ...]) -> dict[str, str | None]:
     """Linear name -> the config group that quantizes it, or None where none does."""
     from compressed_tensors.utils.match import is_match, match_targets
 
     linear = torch.nn.Linear(1, 1, device="meta")
+    exact = set(names)
+
+    def may_match(entry: str) -> bool:
+        """False for what matches no linear here: a saved config can list hundreds of other names."""
+        return entry.startswith("re:") or entry in exact or is_match("", linear, [entry])
+
     group_of = {target: name for name, group in _groups(config).items() for target in _targets(name, group)}
-    targets = [target for target in group_of if _may_match(target, module)]
-    ignore = [entry for entry in config.get("ignore") or [] if _may_match(entry, module)]
+    targets = [target for target in group_of if may_match(target)]
+    ignore = [entry for entry in _names(config.get("ignore") or [], "ignore") if may_match(entry)]
     matched: dict[str, str | None] = {}
     for name in names:
         hits = match_targets(name, linear, targets)
         ignored = bool(hits) and is_match(name, linear, ignore)
         matched[name] = group_of[hits[0]] if hits and not ignored else None
     return matched
-
-
-def _may_match(entry: str, module: str) -> bool:
-    """False only for an exact name outside the module: a saved config can list hundreds of those."""
-    return entry.startswith(("re:", module)) or "." not in entry
 
 
 def _groups(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -122,14 +137,23 @@ def _groups(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _targets(name: str, group: Any) -> list[str]:
-    targets = (
-        group.get("targets") if isinstance(group, Mapping) else group
-    )  # a preset is a name with its targets
-    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise SchemeError(
-            f"quantization_config.config_groups.{name}.targets: expected a list of names, got {targets!r}."
-        )
-    return targets
+    """The targets of a group; a preset is a name with its targets."""
+    targets = group.get("targets") if isinstance(group, Mapping) else group
+    return _names(targets, f"config_groups.{name}.targets")
+
+
+def _names(value: Any, key: str) -> list[str]:
+    """A list of names and patterns ("re:…"), or a SchemeError that quotes what it is instead."""
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        raise SchemeError(f"quantization_config.{key}: expected a list of names, got {value!r}.")
+    for entry in value:
+        try:
+            re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+        except re.error as error:
+            raise SchemeError(
+                f"quantization_config.{key}: expected regular expressions behind re:, got {entry!r}: {error}."
+            ) from error
+    return value
 
 
 def _weight_scheme(config: Mapping[str, Any], name: str, group: Any) -> WeightScheme:

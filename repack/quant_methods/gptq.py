@@ -111,20 +111,45 @@ class GPTQ:
         zeros = unpack_fields(stacked, bits=scheme.bits) + scheme.zero_offset  # [B, R, G, N]
         return pack_fields(zeros, bits=bits).transpose(-1, -2).contiguous()
 
+    def stored(
+        self,
+        field: Field,
+        canonical: torch.Tensor | None,
+        scheme: WeightScheme,
+        *,
+        bits: int,
+        size_n: int,
+        size_k: int,
+    ) -> torch.Tensor:
+        """Turned back, zero points as this format stores them, and narrowed where they had been widened."""
+        if canonical is None:  # symmetric: every zero point is the middle
+            zeros = torch.full((*field.shape[:-1], size_n), 2 ** (scheme.bits - 1) - scheme.zero_offset)
+            return pack_fields(zeros, bits=scheme.bits)
+        if field.becomes in ("weight_g_idx", "weight_bias"):
+            return canonical
+        turned = canonical.transpose(-1, -2)  # [words of K or G, N], zero points [G, words of N]
+        if field.becomes == "weight_zero_point":
+            zeros = unpack_fields(turned, bits=bits) - scheme.zero_offset
+            return pack_fields(zeros, bits=scheme.bits)
+        if field.becomes == "weight_packed" and bits != scheme.bits:
+            return widen(canonical, bits, scheme.bits).transpose(-1, -2).contiguous()
+        return turned.contiguous()
+
 
 def widen(words: torch.Tensor, source_bits: int, bits: int) -> torch.Tensor:
-    """Packed words [..., W] with their fields stored in more bits each: [..., W*bits/source_bits]."""
+    """Packed words [..., W] with their fields stored in other bits each: [..., W*bits/source_bits]."""
     return pack_fields(unpack_fields(words, bits=source_bits), bits=bits)
 
 
 def _check_symmetric(name: str, low: int, high: int, scheme: WeightScheme) -> None:
-    """`sym` says that every zero is the middle; both formats' ways of storing that are accepted."""
-    middle = 2 ** (scheme.bits - 1)
-    if low != high or low not in (middle - 1, middle):
+    """`sym` says that every zero is the middle."""
+    stored = 2 ** (scheme.bits - 1) - scheme.zero_offset
+    if low != stored or high != stored:
+        form = "gptq (zeros minus one)" if scheme.zero_offset else "gptq_v2"
         raise ExpertsError(
-            f"{name}: expected every stored zero point to be {middle - 1} or {middle}, because the config "
-            f"says sym, got {low} .. {high}. The config is of another checkpoint; with asymmetric weights "
-            "sym must be false."
+            f"{name}: expected every stored zero point to be {stored}, because the config says sym and its "
+            f"checkpoint_format is {form}, got {low} .. {high}. Where the zeros are right, correct sym or "
+            "checkpoint_format in the config; else the config is of another checkpoint."
         )
 
 
@@ -172,7 +197,7 @@ def _weight_scheme(config: Mapping[str, Any], pattern: str | None) -> WeightSche
         group_size=None if group_size == -1 else group_size,
         symmetric=symmetric,
         act_order=desc_act and group_size != -1,
-        zero_offset=0 if symmetric else FORMATS[form],
+        zero_offset=FORMATS[form],
         where=where,
     )
 

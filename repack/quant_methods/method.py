@@ -10,6 +10,7 @@ from ..scheme import Linears, QuantScheme, WeightScheme
 from ..states import ExpertTensors
 
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,3 +62,22 @@ class QuantMethod(Protocol):
         self, becomes: str, stacked: torch.Tensor, scheme: WeightScheme, *, bits: int
     ) -> torch.Tensor:
         """Stacked tensors [B, R, *shape] of one field in compressed-tensors' layout, in `bits`."""
+
+    def stored(
+        self,
+        field: Field,
+        canonical: torch.Tensor | None,
+        scheme: WeightScheme,
+        *,
+        bits: int,
+        size_n: int,
+        size_k: int,
+    ) -> torch.Tensor:
+        """The tensor that one projection [N, K] has in the checkpoint: the inverse of `canonical`.
+
+        Args:
+            field: which; `canonical` is None where nothing of it flowed through the stages (metadata, the
+                constant zero points of a symmetric GPTQ checkpoint).
+            canonical: in compressed-tensors' layout, with fields of `bits`.
+            scheme: of the projection.
+        """

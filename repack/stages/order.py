@@ -90,11 +90,19 @@ def _name(state: State, matrix: str, i: int) -> str:
 
 
 def _gather_inputs(weight_packed: torch.Tensor, source: torch.Tensor, *, bits: int) -> torch.Tensor:
-    """[B, N, K*bits/32] with the columns of K taken from `source` [B, K]."""
-    fields = unpack_fields(weight_packed, bits=bits)  # [B, N, K padded to a word]
+    """[B, N, K*bits/32] with the columns of K taken from `source` [B, K]; fields are bytes meanwhile."""
     size_k = source.shape[1]
-    taken = fields[..., :size_k].gather(2, source[:, None, :].expand(-1, fields.shape[1], -1))
-    return pack_fields(torch.nn.functional.pad(taken, (0, fields.shape[2] - size_k)), bits=bits)
+    fields = weight_packed.contiguous().view(torch.uint8)  # [B, N, K*bits/8, to a whole word]
+    if bits == 4:
+        fields = torch.stack((fields & 0x0F, fields >> 4), dim=-1).flatten(-2)
+    index = source[:, None, :].expand(-1, fields.shape[1], -1)
+    taken = fields[..., :size_k].gather(2, index)  # [B, N, K]
+    if size_k < fields.shape[2]:
+        taken = torch.nn.functional.pad(taken, (0, fields.shape[2] - size_k))
+    if bits == 4:
+        pairs = taken.unflatten(-1, (-1, 2))
+        taken = pairs[..., 0] | (pairs[..., 1] << 4)
+    return taken.view(torch.int32)  # [B, N, K*bits/32]
 
 
 def _gather_outputs(state: State, source: torch.Tensor) -> State:

@@ -126,8 +126,8 @@ def _slice_groups(
     """[..., G] -> the groups of [start, stop), each source group repeated where it was cut."""
     if source is None or group_size is None:
         return tensor
-    starts = torch.arange(start, stop, group_size, device=tensor.device)
-    return tensor.index_select(tensor.dim() - 1, starts // source)
+    groups = [first // source for first in range(start, stop, group_size)]
+    return tensor.index_select(tensor.dim() - 1, torch.tensor(groups, device=tensor.device))
 
 
 def slice_fields(words: torch.Tensor, start: int, stop: int, *, bits: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from oracle import ExpectedLayer, ExpectedMatrix, Expert, expected_dense, expect
 
 
 def equal_bytes(got: torch.Tensor | None, expected: torch.Tensor | None, what: str) -> None:
-    """Equal dtype, shape and bytes (so NaN equals itself and 0 is not −0), or the first place that differs."""
+    """Equal dtype, shape and bytes (NaN equals itself, 0 is not −0), or the first place that differs."""
     if expected is None or got is None:
         assert got is None, f"{what}: present, expected None"
         assert expected is None, f"{what}: None, expected {tuple(expected.shape)}"
@@ -50,7 +50,7 @@ def as_expected(
     expected: ExpectedLayer | None = None,
     **rank: int,
 ) -> None:
-    """The layer of rank `rank` (tp_rank, tp_size, ep_rank, ep_size) has the oracle's bytes, facts and values."""
+    """The layer of a rank (tp_rank, tp_size, ep_rank, ep_size) has the oracle's bytes, facts, values."""
     expected = expected or expected_layer(experts, **rank)
     _matrix_as_expected(layer, "w13", expected.w13, ordered=act_order and experts[0].gate.num_groups > 1)
     _matrix_as_expected(layer, "w2", expected.w2, ordered=False)

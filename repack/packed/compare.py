@@ -1,0 +1,181 @@
+"""A packed checkpoint against its source: packed tensors are inverted and compared as bytes.
+
+No stage that made them runs, so a fault of the stages cannot hide in their repetition.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import xxhash
+
+from ..checkpoint import CONFIG, INDEX, Checkpoint, shorten
+from ..errors import CheckpointError
+from ..progress import Progress
+from ..tensor_file import TensorEntry, tensor_bytes
+from .companions import find_companions
+from .differences import Problem, first_difference
+from .durable import COPY_BYTES, read_pieces
+from .names import MANIFEST, SOURCE_CONFIG, packed_config
+from .reader import PackedCheckpoint
+from .records import LayerRecord
+from .rest_files import rest_tensors
+from .restore import RestoredBlock, expert_of, restored_blocks
+from .source import SourceLayout, describe_source
+
+
+def source_problems(
+    packed: PackedCheckpoint, source: Checkpoint, progress: Progress, *, block_bytes: int
+) -> Iterator[Problem]:
+    """Everything in which the packed checkpoint is not its source."""
+    yield from _fingerprint_problems(packed, source)
+    yield from _config_problems(packed, source)
+    modules = [layer.module for layer in packed.manifest.layers]
+    for layer in packed.manifest.layers:
+        yield from _layer_problems(packed, source, layer, progress, block_bytes=block_bytes)
+    yield from _rest_problems(packed, source, modules, progress)
+    yield from _companion_problems(packed, source)
+
+
+def _fingerprint_problems(packed: PackedCheckpoint, source: Checkpoint) -> Iterator[Problem]:
+    record, layout = describe_source(source)
+    if record != packed.manifest.source:
+        wanted = {file.name: file for file in packed.manifest.source.files}
+        found = {file.name: file for file in record.files}
+        names = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
+        names += [CONFIG] if record.config_xxh3_128 != packed.manifest.source.config_xxh3_128 else []
+        names += [INDEX] if record.index_xxh3_128 != packed.manifest.source.index_xxh3_128 else []
+        yield Problem(
+            name=MANIFEST,
+            message=(
+                f"{packed.path}: expected the source that it was packed from, got {source.path}, which "
+                f"differs in {shorten(names)} (name, size or header)."
+            ),
+        )
+    elif SourceLayout.read(packed.path, packed.manifest.source) != layout:
+        yield Problem(
+            name=MANIFEST, message=f"{packed.path}: source_files.json differs from the source's headers."
+        )
+
+
+def _config_problems(packed: PackedCheckpoint, source: Checkpoint) -> Iterator[Problem]:
+    config = (source.path / CONFIG).read_bytes()
+    for name, wanted in ((SOURCE_CONFIG, config), (CONFIG, packed_config(config))):
+        if (packed.path / name).read_bytes() != wanted:
+            yield Problem(
+                name=name,
+                message=f"{packed.path / name}: expected what {source.path / CONFIG} gives, got other text.",
+            )
+
+
+def _layer_problems(
+    packed: PackedCheckpoint, source: Checkpoint, layer: LayerRecord, progress: Progress, *, block_bytes: int
+) -> Iterator[Problem]:
+    of_expert: dict[int, list[TensorEntry]] = {}
+    for name, entry in source.tensors.items():
+        if name.startswith(f"{layer.module}."):
+            of_expert.setdefault(expert_of(layer, name), []).append(entry)
+    numbers = range(layer.facts.num_experts)
+    if set(of_expert) != set(numbers):
+        yield Problem(
+            name=layer.module,
+            message=f"{layer.module}: expected {len(numbers)} experts in the source, got {len(of_expert)}.",
+        )
+        return
+    for restored in restored_blocks(packed, layer, numbers, block_bytes=block_bytes):
+        yield from _padding_problems(layer, restored)
+        for expert in restored.block:
+            for entry in of_expert[expert]:
+                yield from _expert_problems(source, restored, entry, expert)
+                progress.advance(entry.nbytes, layer.module)
+
+
+def _expert_problems(
+    source: Checkpoint, restored: RestoredBlock, entry: TensorEntry, expert: int
+) -> Iterator[Problem]:
+    try:
+        tensor = restored.tensor(entry)
+    except CheckpointError as error:
+        yield Problem(name=entry.name, message=str(error), expert=expert)
+        return
+    original = torch.empty(entry.shape, dtype=entry.torch_dtype)
+    source.files[entry.file].read_bytes(entry.offset_bytes, tensor_bytes(original), what=entry.name)
+    problem = first_difference(as_bytes(tensor), as_bytes(original), entry, expert=expert)
+    if problem:
+        yield problem
+
+
+def _padding_problems(layer: LayerRecord, restored: RestoredBlock) -> Iterator[Problem]:
+    for name, padding in restored.padding.items():
+        for i in torch.nonzero((padding != 0).flatten(1).any(1)).flatten().tolist():
+            expert = restored.block[i]
+            yield Problem(
+                name=f"{layer.module}.{name}",
+                expert=expert,
+                message=(
+                    f"{layer.module}.{name}: expected zeros beyond the intermediate size "
+                    f"{layer.facts.intermediate_size}, got other values in expert {expert}."
+                ),
+            )
+
+
+def _rest_problems(
+    packed: PackedCheckpoint, source: Checkpoint, modules: list[str], progress: Progress
+) -> Iterator[Problem]:
+    theirs = {entry.name: entry for entry in rest_tensors(source, modules)}
+    mine = {entry.name: entry for entry in rest_tensors(packed.checkpoint, modules)}
+    for name in [*(theirs.keys() - mine.keys()), *(mine.keys() - theirs.keys())]:
+        where = "the source alone" if name in theirs else "the packed checkpoint alone"
+        yield Problem(name=name, message=f"{name}: expected in both, got it in {where}.")
+    buffers = torch.empty(COPY_BYTES, dtype=torch.uint8), torch.empty(COPY_BYTES, dtype=torch.uint8)
+    for name, entry in theirs.items():
+        if name not in mine:
+            continue
+        progress.advance(entry.nbytes, name)
+        if (mine[name].dtype, mine[name].shape) != (entry.dtype, entry.shape):
+            yield Problem(
+                name=name,
+                message=(
+                    f"{name}: expected {entry.dtype} {entry.shape} as in the source, got {mine[name].dtype} "
+                    f"{mine[name].shape}."
+                ),
+            )
+            continue
+        for start in range(0, entry.nbytes, COPY_BYTES):
+            count = min(COPY_BYTES, entry.nbytes - start)
+            pieces = [buffer[:count] for buffer in buffers]
+            for piece, checkpoint, place in zip(
+                pieces, (packed.checkpoint, source), (mine[name], entry), strict=True
+            ):
+                checkpoint.files[place.file].read_bytes(
+                    place.offset_bytes + start, tensor_bytes(piece), what=name
+                )
+            problem = first_difference(pieces[0], pieces[1], entry, first_byte=start)
+            if problem:
+                yield problem
+                break
+
+
+def _companion_problems(packed: PackedCheckpoint, source: Checkpoint) -> Iterator[Problem]:
+    theirs = set(find_companions(source, follow_links=True).names)
+    mine = {record.name: record for record in packed.manifest.plain_files if record.carried}
+    for name in sorted(theirs ^ mine.keys()):
+        where = "the source alone" if name in theirs else "the packed checkpoint alone"
+        yield Problem(name=name, message=f"{name}: expected in both, got it in {where}.")
+    for name in sorted(theirs & mine.keys()):
+        if _file_digest(source.path / name) != mine[name].xxh3_128:
+            yield Problem(
+                name=name, message=f"{packed.path / name}: expected the bytes of {source.path / name}."
+            )
+
+
+def _file_digest(path: Path) -> str:
+    hashed = xxhash.xxh3_128()
+    for piece in read_pieces(path, bytearray(COPY_BYTES)):
+        hashed.update(piece)
+    return str(hashed.hexdigest())
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 [n]: the bytes of a tensor."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

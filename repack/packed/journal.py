@@ -1,0 +1,226 @@
+"""The folder of a run in progress: its lock, its partial files and a record of every finished file.
+
+    destination/.marlin_moe/lock                  held (flock) while a run lives
+    destination/.marlin_moe/run.json              what is made of which source: a run of another one is
+    refused destination/.marlin_moe/<name>.partial        being written
+    destination/.marlin_moe/<name>.finished.json  record of a file that has its final name
+    destination/.marlin_moe/complete.json         run.json once all is done; only this folder is left to
+    remove
+
+One record per file, so that several workers can add theirs. The folder goes when the run is complete; what a
+killed run leaves is what the next one resumes from.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from ..errors import PackedError
+from .durable import fsync_directory, publish, system_errors, write_whole
+from .names import MANIFEST, WORK_FOLDER
+
+RUN = "run.json"
+COMPLETE = "complete.json"
+LOCK = "lock"
+PARTIAL = ".partial"
+FINISHED = ".finished.json"
+
+
+class Journal:
+    """One run that fills the directory `destination`; use it as a context manager.
+
+    Args:
+        destination: does not exist, is empty, or holds an interrupted run with the same `run`.
+        run: what is made of what, as a JSON object.
+
+    Raises:
+        PackedError: anything else is there, or another run holds the lock; nothing was changed.
+    """
+
+    def __init__(self, destination: Path, run: Mapping[str, Any]) -> None:
+        self.destination = destination
+        self.folder = destination / WORK_FOLDER
+        self.run = json.loads(json.dumps(run))
+        self.resumed_files = 0
+        self.completed = False
+        """An earlier run finished everything and was stopped while it removed its folder."""
+        self._lock = -1
+        self._made_destination = False
+
+    def __enter__(self) -> "Journal":
+        with system_errors(f"{self.destination}: opening the destination"):
+            self._refuse_strangers()
+            self._made_destination = not self.destination.exists()
+            self.destination.mkdir(parents=True, exist_ok=True)
+            self._lock = self._take_lock()
+            try:
+                self._open_run()
+            except BaseException:
+                self._release()
+                raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._release()
+
+    def partial(self, name: str) -> Path:
+        """Where file `name` is written before it is finished."""
+        return self.folder / f"{quote(name, safe='')}{PARTIAL}"
+
+    def finished(self, name: str) -> dict[str, Any] | None:
+        """The record of a file that an earlier run finished and that still has its size; else None."""
+        try:
+            record = json.loads(self._record(name).read_bytes())
+            present = (self.destination / name).stat().st_size == record["file"]["size_bytes"]
+        except (FileNotFoundError, ValueError):
+            return None
+        if present:
+            self.resumed_files += 1
+            return dict(record)
+        return None
+
+    def finish(self, name: str, record: Mapping[str, Any]) -> None:
+        """The synced partial of `name` gets its final name, then its record (`record["file"]`: its size)."""
+        publish(self.partial(name), self.destination / name, self.destination)
+        text = json.dumps(record).encode()
+        write_whole(self._record(name).with_suffix(PARTIAL), self._record(name), text)
+
+    def complete(self) -> None:
+        """Everything is finished: the folder goes."""
+        with system_errors(f"{self.folder}: removing the finished run's folder"):
+            if not self.completed:
+                os.rename(self.folder / RUN, self.folder / COMPLETE)
+                fsync_directory(self.folder)
+            for path in self.folder.iterdir():
+                if path.name not in (LOCK, COMPLETE):
+                    path.unlink()
+            (self.folder / LOCK).unlink()
+            (self.folder / COMPLETE).unlink()
+            self.folder.rmdir()
+        self._let_go()
+
+    def _record(self, name: str) -> Path:
+        return self.folder / f"{quote(name, safe='')}{FINISHED}"
+
+    def _refuse_strangers(self) -> None:
+        if self.destination.exists() and not self.destination.is_dir():
+            raise PackedError(f"{self.destination}: expected a directory or nothing there, got a file.")
+        if self.destination.is_dir() and not self.folder.is_dir():
+            found = sorted(path.name for path in self.destination.iterdir())
+            if MANIFEST in found:
+                raise PackedError(
+                    f"{self.destination}: expected an empty directory or none, got a finished packed "
+                    "checkpoint. Remove it first, or choose another destination."
+                )
+            if found:
+                raise PackedError(
+                    f"{self.destination}: expected an empty directory, none, or an interrupted run to "
+                    f"resume, got {len(found)} files or folders ({', '.join(found[:4])}). Choose another "
+                    "destination."
+                )
+
+    def _take_lock(self) -> int:
+        """The lock's descriptor. A lock that its holder removed meanwhile is taken anew."""
+        for _ in range(100):
+            self.folder.mkdir(exist_ok=True)
+            try:
+                lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            except FileNotFoundError:
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(lock), os.stat(self.folder / LOCK)):
+                    os.ftruncate(lock, 0)
+                    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+                    held, lock = lock, -1
+                    return held
+            except BlockingIOError as error:
+                holder = os.pread(lock, 200, 0).decode(errors="replace") or "another process"
+                raise PackedError(
+                    f"{self.folder / LOCK}: expected no other run on {self.destination}, got one: {holder}. "
+                    "Wait for it, or stop it and run again: that resumes."
+                ) from error
+            except FileNotFoundError:
+                continue
+            finally:
+                if lock >= 0:
+                    os.close(lock)
+        raise PackedError(f"{self.folder / LOCK}: expected to take the lock, but it keeps disappearing.")
+
+    def _open_run(self) -> None:
+        found = _read(self.folder / COMPLETE)
+        self.completed = found is not None
+        if found is None:
+            found = _read(self.folder / RUN)
+        if found is None:
+            self._refuse_unknown()
+        elif found != self.run and (self.completed or not self._fruitless()):
+            keys = [key for key in {**found, **self.run} if found.get(key) != self.run.get(key)]
+            raise PackedError(
+                f"{self.destination}: expected an interrupted run of the same source, to resume it, got "
+                f"one that differs in {', '.join(keys)}: the source is another one or was changed since. "
+                f"Remove {self.destination} to start anew."
+            )
+        for path in self.folder.glob(f"*{PARTIAL}"):
+            path.unlink()
+        if found != self.run:
+            text = json.dumps(self.run).encode()
+            write_whole(self.folder / f"{RUN}{PARTIAL}", self.folder / RUN, text)
+
+    def _refuse_unknown(self) -> None:
+        """Without a word on whose run this is, the directory has to be empty."""
+        others = sorted(path.name for path in self.destination.iterdir() if path.name != WORK_FOLDER)
+        if not others:
+            return
+        if [path.name for path in self.folder.iterdir()] == [LOCK]:
+            shutil.rmtree(self.folder)
+        raise PackedError(
+            f"{self.destination}: expected an empty directory or an interrupted run to resume, got "
+            f"{', '.join(others[:4])} and no {WORK_FOLDER}/{RUN}. Choose another destination."
+        )
+
+    def _fruitless(self) -> bool:
+        """Nothing was finished, and nothing else lies in the destination."""
+        only = [path.name for path in self.destination.iterdir()] == [WORK_FOLDER]
+        return only and not any(self.folder.glob(f"*{FINISHED}"))
+
+    def _release(self) -> None:
+        """Let go of the lock; a run that finished nothing leaves nothing."""
+        if self._lock < 0:
+            return
+        try:
+            if self.folder.is_dir() and self._fruitless():
+                shutil.rmtree(self.folder)
+                if self._made_destination:
+                    self.destination.rmdir()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        os.close(self._lock)
+        self._lock = -1
+
+
+def refuse_nested(source: Path, destination: Path) -> None:
+    """Raise PackedError where one directory lies in the other."""
+    src, dst = source.resolve(), destination.resolve()
+    if dst == src or dst.is_relative_to(src) or src.is_relative_to(dst):
+        raise PackedError(
+            f"{destination}: expected a directory outside the source {source}, and the source outside of "
+            f"it, got {dst}. Choose another destination."
+        )
+
+
+def _read(place: Path) -> dict[str, Any] | None:
+    """A JSON object, or None where there is no whole one."""
+    try:
+        content = json.loads(place.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None

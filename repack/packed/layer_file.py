@@ -1,0 +1,84 @@
+"""One MoE layer -> `experts-<layer>.safetensors`: a `Destination` for blocks of experts that is a file."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from ..blocks import TensorSpec
+from ..progress import Progress
+from ..tensor_file import DTYPE_NAMES, tensor_bytes
+from .journal import Journal
+from .names import tensor_name
+from .records import TensorFileRecord
+from .tensor_writer import FilePlan, TensorWriter, plan_file
+
+
+def plan_layer_file(name: str, module: str, specs: Mapping[str, TensorSpec]) -> FilePlan:
+    """The file of a layer whose finished state has the fields `specs`, widest items first."""
+    ordered = sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize)  # stable: items stay aligned
+    tensors = {
+        tensor_name(module, field): (DTYPE_NAMES[s.dtype], s.shape, math.prod(s.shape) * s.dtype.itemsize)
+        for field, s in ordered
+    }
+    return plan_file(name, tensors)
+
+
+class LayerFile:
+    """`Destination` in a file: blocks of results from one reused block of memory to their places.
+
+    The experts are the first dimension of every tensor, so a block is one stretch of each.
+    """
+
+    def __init__(
+        self, journal: Journal, plan: FilePlan, module: str, *, device: torch.device, progress: Progress
+    ) -> None:
+        self.plan = plan
+        self.module = module
+        self._journal, self._device, self._progress = journal, device, progress
+        self._writer: TensorWriter | None = None
+        self._specs: dict[str, TensorSpec] = {}
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def allocate(self, specs: Mapping[str, TensorSpec]) -> None:
+        """The whole file's room on the disk."""
+        self._specs = dict(specs)
+        self._writer = TensorWriter(self._journal, self.plan)
+
+    def block(self, start: int, stop: int) -> Mapping[str, torch.Tensor]:
+        """Memory for a block; that of the block before, where it is large enough."""
+        for name, spec in self._specs.items():
+            held = self._memory.get(name)
+            if held is None or held.shape[0] < stop - start:
+                self._memory[name] = torch.empty(
+                    (stop - start, *spec.shape[1:]), dtype=spec.dtype, device=self._device
+                )
+        return {name: held[: stop - start] for name, held in self._memory.items()}
+
+    def commit(self, start: int, stop: int) -> None:
+        """The block's results into the file."""
+        done = 0
+        for name, held in self._memory.items():
+            tensor = held[: stop - start].cpu()
+            self.writer.append(tensor_name(self.module, name), tensor_bytes(tensor))
+            done += tensor.nbytes
+        self._progress.advance(done, self.plan.name)
+
+    @property
+    def writer(self) -> TensorWriter:
+        """The open file; there is one after `allocate`."""
+        if self._writer is None:
+            raise RuntimeError("LayerFile: allocate comes before block and commit")
+        return self._writer
+
+    def finish(self) -> TensorFileRecord:
+        """Everything synced; the file's record."""
+        self._progress.advance(len(self.plan.header), self.plan.name)
+        return self.writer.finish()
+
+    def __enter__(self) -> "LayerFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._writer is not None:
+            self._writer.__exit__(None, None, None)

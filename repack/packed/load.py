@@ -1,0 +1,104 @@
+"""A packed checkpoint -> its MoE layers on one rank, byte for byte as from its source."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ...kernels.layer import MarlinMoELayer
+from ..assemble import assemble_layer
+from ..blocks import BLOCK_BYTES, LayerMemory, TensorSpec, blocks, plan, rank_experts, run_blocks
+from ..errors import ExpertsError, MarlinMoEWarning, report
+from ..pipeline import Pipeline
+from ..process import Recipe
+from ..scheme import QuantScheme
+from ..states import Context, ExpertFacts, ExpertTensors, State
+from .cut import Cut, is_cut
+from .invert import repack_pipeline
+from .reader import PackedCheckpoint
+from .records import LayerRecord
+
+
+def load_packed_layers(
+    path: str | Path,
+    device: torch.device,
+    recipe_of: Callable[[str, QuantScheme, int | None], Recipe],
+    *,
+    only: Iterable[str] | None = None,
+    check: bool = False,
+) -> dict[str, MarlinMoELayer]:
+    """Module name -> layer; `recipe_of(module, scheme, the config's top_k)` says how each is made.
+
+    Raises:
+        PackedError: a directory that is not as its manifest says; with `check` also in the hash of any
+            tensor.
+        ExpertsError: an unknown name in `only`, or dead experts that the recipe does not accept.
+        ShardError: as from the source.
+    """
+    with PackedCheckpoint(path) as packed:
+        if check:
+            packed.check_hashes()
+        top_k = packed.checkpoint.top_k
+        return {
+            layer.module: load_layer(packed, layer, recipe_of(layer.module, layer.scheme, top_k), device)
+            for layer in packed.layers(only)
+        }
+
+
+def load_layer(
+    packed: PackedCheckpoint, layer: LayerRecord, recipe: Recipe, device: torch.device
+) -> MarlinMoELayer:
+    """One layer on one rank: cut where the slice falls on tiles, else inverted and packed again."""
+    refuse_dead(layer, allowed=recipe.allow_dead_experts)
+    context = recipe.context(layer.facts, device)
+    experts = packed.experts(layer)
+    memory = LayerMemory(device)
+    rank = rank_experts(layer.facts, context)
+    planned = plan(repack_pipeline(), experts, layer.facts, context)
+    if is_cut(layer.facts, context):
+        _cut_layer(experts, layer.facts, planned, context, memory)
+    else:
+        warnings.warn(
+            f"{packed.path}: slices of {planned.facts.intermediate_size} intermediate columns "
+            f"(tp={context.tp.size}) do not all fall on 64, so packed weights are unpacked, sliced and "
+            "packed again: the same bytes, slower.",
+            MarlinMoEWarning,
+            stacklevel=2,
+        )
+        pipeline = repack_pipeline()
+        run_blocks(pipeline, experts, layer.facts, context, memory, block_bytes=BLOCK_BYTES)
+    result = planned.facts
+    state = Pipeline.default().run_layer(State(experts=rank, facts=result, fields=memory.tensors), context)
+    return assemble_layer(state, context, recipe=recipe)
+
+
+def refuse_dead(layer: LayerRecord, *, allowed: bool) -> None:
+    """Raise ExpertsError for projections whose scales are all zero, unless they are accepted."""
+    if layer.dead_projections and not allowed:
+        names = ", ".join(layer.dead_projections[:6])
+        raise ExpertsError(
+            f"{layer.module}: expected scales that are not all zero, got {len(layer.dead_projections)} "
+            f"projections with nothing but zeros: {names}. Calibration never reached these experts; quantize "
+            "again with more data, or pass allow_dead_experts (--allow-dead-experts)."
+        )
+
+
+def _cut_layer(
+    experts: ExpertTensors, facts: ExpertFacts, planned: State, context: Context, memory: LayerMemory
+) -> None:
+    """The rank's tensors cut into `memory`, block after block; shapes and facts as the stages give them."""
+    rank = rank_experts(facts, context)
+    memory.allocate(
+        {
+            name: TensorSpec(dtype=tensor.dtype, shape=(len(rank), *tensor.shape[1:]))
+            for name, tensor in planned.tensors()
+        }
+    )
+    cut = Cut(experts=experts, facts=facts, result=planned.facts, context=replace(context, destination={}))
+    for block in blocks(experts, rank, block_bytes=BLOCK_BYTES):
+        for name, slot in memory.block(block.start - rank.start, block.stop - rank.start).items():
+            cut.fill(name, block, slot)
+    if context.problems:
+        raise ExpertsError(report(facts.module, context.problems))

@@ -1,0 +1,117 @@
+"""What the manifest says of a file, a tensor and a layer, and the same as JSON objects."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..experts.spellings import Spelling
+from ..scheme import QuantScheme, WeightScheme
+from ..states import ExpertFacts, MatrixFacts
+from ..tensor_file import DTYPE_NAMES, DTYPES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRecord:
+    """One tensor of a packed file: `dtype` in safetensors' spelling, `xxh3_128` of its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    xxh3_128: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFileRecord:
+    """A safetensors file: the hashes of its header and of every tensor cover each of its bytes.
+
+    A hash over the whole file would ask for a second pass, since the tensors of a layer grow side by side.
+    """
+
+    name: str
+    size_bytes: int
+    header_xxh3_128: str
+    tensors: tuple[TensorRecord, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return asdict(self) | {"tensors": [asdict(t) | {"shape": list(t.shape)} for t in self.tensors]}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "TensorFileRecord":
+        """The inverse of `as_json`."""
+        tensors = tuple(TensorRecord(**t | {"shape": tuple(t["shape"])}) for t in content["tensors"])
+        return cls(**{**content, "tensors": tensors})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainFileRecord:
+    """A file that is no safetensors file, and the hash of all its bytes.
+
+    `carried` is true for a companion that was copied from the source.
+    """
+
+    name: str
+    size_bytes: int
+    xxh3_128: str
+    carried: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "PlainFileRecord":
+        """The inverse of `as_json`."""
+        return cls(**content)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRecord:
+    """One MoE layer of a packed checkpoint.
+
+    Attributes:
+        file: where its tensors lie.
+        facts: of the source layer: TP = 1, unpadded.
+        scheme: as the source's config had it, for `update_weights_`.
+        spelling: its projections' names in the source.
+        dead_projections: those whose scales are all zero, accepted when it was repacked.
+    """
+
+    file: str
+    facts: ExpertFacts
+    scheme: QuantScheme
+    spelling: Spelling
+    dead_projections: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> str:
+        """Its name in the checkpoint."""
+        return self.facts.module
+
+    def as_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        facts = asdict(self.facts) | {"scales_dtype": DTYPE_NAMES[self.facts.scales_dtype]}
+        return {
+            "module": facts.pop("module"),
+            "file": self.file,
+            **facts,
+            "scheme": asdict(self.scheme),
+            "spelling": asdict(self.spelling),
+            "dead_projections": list(self.dead_projections),
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "LayerRecord":
+        """The inverse of `as_json`."""
+        own = dict(content)
+        file, spelling, dead = own.pop("file"), own.pop("spelling"), own.pop("dead_projections")
+        scheme = own.pop("scheme")
+        matrices = {name: MatrixFacts(**own[name]) for name in ("w13", "w2")}
+        weights = {name: WeightScheme(**scheme[name]) for name in ("w13", "w2")}
+        return cls(
+            file=file,
+            facts=ExpertFacts(**own | matrices | {"scales_dtype": DTYPES[own["scales_dtype"]]}),
+            scheme=QuantScheme(quant_method=scheme["quant_method"], **weights),
+            spelling=Spelling(**spelling),
+            dead_projections=tuple(dead),
+        )

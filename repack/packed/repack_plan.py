@@ -1,0 +1,146 @@
+"""All that a repack will write, before its first byte: layers and their files, rest files, companions."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...kernels.layer import WHOLE
+from ..blocks import TensorSpec, plan
+from ..check import expert_facts
+from ..checkpoint import CONFIG, INDEX, Checkpoint
+from ..errors import PackedError
+from ..layers import MoELayerSource, moe_layers
+from ..pipeline import Pipeline
+from ..states import Context, ExpertFacts
+from .companions import Companions, find_companions
+from .integrity import expected_tensors
+from .layer_file import plan_layer_file
+from .names import SOURCE_CONFIG, SOURCE_FILES, is_packed, layer_files, packed_config
+from .records import LayerRecord
+from .rest_files import plan_rest_files, rest_tensors
+from .restore import check_restorable
+from .source import SourceRecord, describe_source
+from .tensor_writer import FilePlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPlan:
+    """One MoE layer: where it comes from and the file it becomes."""
+
+    source: MoELayerSource
+    facts: ExpertFacts
+    file: FilePlan
+
+    def record(self, dead_projections: tuple[str, ...]) -> LayerRecord:
+        """The layer in the manifest."""
+        return LayerRecord(
+            file=self.file.name,
+            facts=self.facts,
+            scheme=self.source.scheme,
+            spelling=self.source.experts.module.spelling,
+            dead_projections=dead_projections,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepackPlan:
+    """A whole repack.
+
+    Attributes:
+        layers, rest: safetensors files to make.
+        companions: files to copy.
+        contents: small files by name: configs, index, the source's headers.
+        source: the fingerprint.
+        mtimes_ns: of every source file: one that changes during or between runs is an error.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    rest: tuple[FilePlan, ...]
+    companions: Companions
+    contents: dict[str, bytes]
+    source: SourceRecord
+    mtimes_ns: dict[str, int]
+
+    def total_bytes(self, path: Path) -> int:
+        """Bytes of all files to write; `path` is the source's directory."""
+        files = [plan.file.size_bytes for plan in self.layers] + [plan.size_bytes for plan in self.rest]
+        copied = [(path / name).stat().st_size for name in self.companions.names]
+        return sum(files) + sum(copied) + sum(map(len, self.contents.values()))
+
+
+def plan_repack(checkpoint: Checkpoint, *, device: torch.device, follow_links: bool) -> RepackPlan:
+    """The plan for an open source. Only headers are read: what they show wrong is refused at once.
+
+    Raises:
+        PackedError: the source is packed already.
+        ExpertsError, SchemeError: as when it is loaded.
+    """
+    if is_packed(checkpoint.path):
+        raise PackedError(
+            f"{checkpoint.path}: expected a source checkpoint, got one that is already packed. Load it as "
+            "it is, or unpack it."
+        )
+    sources = moe_layers(checkpoint)
+    names = layer_files(list(sources))
+    layers = tuple(_plan_layer(source, names[module], device) for module, source in sources.items())
+    rest = tuple(plan_rest_files(rest_tensors(checkpoint, list(sources))))
+    record, layout = describe_source(checkpoint)
+    config = (checkpoint.path / CONFIG).read_bytes()
+    companions = find_companions(checkpoint, follow_links=follow_links)
+    files = [*(layer.file for layer in layers), *rest]
+    weight_map = {name: file.name for file in files for name in file.entries}
+    total = sum(entry.nbytes for file in files for entry in file.entries.values())
+    contents = {
+        SOURCE_CONFIG: config,
+        SOURCE_FILES: layout.as_bytes(),
+        INDEX: index_text(weight_map, total),
+        CONFIG: packed_config(config),
+    }
+    return RepackPlan(
+        layers=layers,
+        rest=rest,
+        companions=companions,
+        contents=contents,
+        source=record,
+        mtimes_ns=source_mtimes(checkpoint, companions),
+    )
+
+
+def index_text(weight_map: dict[str, str], total_bytes: int) -> bytes:
+    """`model.safetensors.index.json`, as engines read it."""
+    content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def source_mtimes(checkpoint: Checkpoint, companions: Companions) -> dict[str, int]:
+    """File name -> time of its last change, of all that is read."""
+    index = [INDEX] if checkpoint.index is not None else []
+    names = (CONFIG, *index, *checkpoint.files, *companions.names)
+    return {name: (checkpoint.path / name).stat().st_mtime_ns for name in names}
+
+
+def offline_context(
+    source: MoELayerSource, device: torch.device, *, allow_dead_experts: bool = False
+) -> Context:
+    """TP = 1, EP = 1, the source's dtype."""
+    return Context(
+        device=device, tp=WHOLE, ep=WHOLE, scheme=source.scheme, allow_dead_experts=allow_dead_experts
+    )
+
+
+def _plan_layer(source: MoELayerSource, name: str, device: torch.device) -> LayerPlan:
+    facts = expert_facts(source.experts, source.scheme)
+    result = plan(Pipeline.offline(), source.experts, facts, offline_context(source, device))
+    specs = {
+        field: TensorSpec(dtype=tensor.dtype, shape=(facts.num_experts, *tensor.shape[1:]))
+        for field, tensor in result.tensors()
+    }
+    layer = LayerPlan(source=source, facts=facts, file=plan_layer_file(name, source.name, specs))
+    check_restorable(layer.record(()))
+    wanted = {key: shape for key, (_, shape) in expected_tensors(layer.record(())).items()}
+    found = {key: entry.shape for key, entry in layer.file.entries.items()}
+    if found != wanted:
+        raise PackedError(f"{source.name}: expected the stages to give {wanted}, got {found}.")
+    return layer

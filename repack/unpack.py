@@ -1,0 +1,201 @@
+"""A packed checkpoint -> the source it was made from, byte for byte: `unpack_checkpoint`."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .blocks import BLOCK_BYTES
+from .checkpoint import CONFIG, INDEX
+from .packed.companions import copy_file, write_content
+from .packed.durable import COPY_BYTES, digest
+from .packed.journal import Journal, refuse_nested
+from .packed.names import SOURCE_CONFIG, VERSION
+from .packed.reader import PackedCheckpoint
+from .packed.records import LayerRecord
+from .packed.rest_files import read_tensor
+from .packed.restore import check_restorable, expert_of, restored_blocks
+from .packed.source import SourceLayout
+from .packed.tensor_writer import FilePlan, TensorWriter
+from .progress import NoProgress, Progress
+from .tensor_file import TensorEntry, tensor_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnpackReport:
+    """What an unpacking did.
+
+    Attributes:
+        packed, destination: directories.
+        seconds: of this run.
+        packed_bytes: of the packed checkpoint.
+        source_bytes: of the safetensors files written.
+        layers: MoE layers restored.
+        files: files written: safetensors, index, config, companions.
+        tensors: tensors in them.
+        resumed_files: finished by an earlier run and left as they were.
+    """
+
+    packed: str
+    destination: str
+    seconds: float
+    packed_bytes: int
+    source_bytes: int
+    layers: int
+    files: int
+    tensors: int
+    resumed_files: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def unpack_checkpoint(
+    packed: str | Path,
+    dst: str | Path,
+    *,
+    block_bytes: int = BLOCK_BYTES,
+    progress: Progress | None = None,
+) -> UnpackReport:
+    """Write the source of a packed checkpoint again: the same files with the same bytes.
+
+    All hashes are checked first, so a damaged packed checkpoint gives nothing. Written as `repack` writes:
+    file by file, each whole or absent, `config.json` last; a stopped run resumes.
+
+    Args:
+        packed: a packed checkpoint.
+        dst: a directory that does not exist, is empty, or holds an interrupted unpacking of the same
+            checkpoint.
+        block_bytes: packed bytes that one block of experts holds.
+        progress: follows the bytes of the hash check and those written.
+
+    Raises:
+        PackedError: a packed checkpoint that is not as its manifest says, a destination that is taken, a
+            fault of the system with its errno.
+    """
+    started = time.monotonic()
+    path, destination = Path(packed), Path(dst)
+    refuse_nested(path, destination)
+    with PackedCheckpoint(path) as opened:
+        for layer in opened.manifest.layers:
+            check_restorable(layer)
+        run = _Run(
+            packed=opened,
+            layout=SourceLayout.read(path, opened.manifest.source),
+            journal=Journal(destination, _identity(opened)),
+            progress=progress or NoProgress(),
+            block_bytes=block_bytes,
+        )
+        with run.journal:
+            tensors = run.write()
+        return UnpackReport(
+            packed=str(path),
+            destination=str(destination),
+            seconds=time.monotonic() - started,
+            packed_bytes=opened.manifest.size_bytes,
+            source_bytes=sum(run.layout.sizes.values()),
+            layers=len(opened.manifest.layers),
+            files=len(run.layout.headers) + len(run.plain_files()),
+            tensors=tensors,
+            resumed_files=run.journal.resumed_files,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    packed: PackedCheckpoint
+    layout: SourceLayout
+    journal: Journal
+    progress: Progress
+    block_bytes: int
+
+    def write(self) -> int:
+        """Every file that is not finished yet; the number of tensors."""
+        plain = self.plain_files()
+        plans = [
+            FilePlan(name=name, header=header, entries={e.name: e for e in self.layout.entries(name)})
+            for name, header in self.layout.headers.items()
+        ]
+        tensors = sum(len(plan.entries) for plan in plans)
+        if self.journal.completed:
+            self.journal.resumed_files = len(plans) + len(plain)
+            self.journal.complete()
+            return tensors
+        written = sum(plan.size_bytes for plan in plans) + self._plain_bytes(plain)
+        self.progress.start(self.packed.manifest.size_bytes + written)
+        self.packed.check_hashes(self.progress)
+        for plan in plans:
+            if (done := self.journal.finished(plan.name)) is not None:
+                self.progress.advance(done["file"]["size_bytes"], plan.name)
+                continue
+            self._write_file(plan)
+        for name, content in plain.items():  # config.json last: without it a directory is no checkpoint
+            if (done := self.journal.finished(name)) is not None:
+                self.progress.advance(done["file"]["size_bytes"], name)
+            elif content is None:
+                record = copy_file(self.packed.path / name, self.journal, name, self.progress)
+                self.journal.finish(name, {"file": record.as_json()})
+            else:
+                record = write_content(self.journal, name, content, self.progress)
+                self.journal.finish(name, {"file": record.as_json()})
+        self.journal.complete()
+        return tensors
+
+    def plain_files(self) -> Mapping[str, bytes | None]:
+        """Name -> content of the other files; None for a companion that is copied."""
+        files: dict[str, bytes | None] = {
+            record.name: None for record in self.packed.manifest.plain_files if record.carried
+        }
+        if self.layout.index is not None:
+            files[INDEX] = self.layout.index.encode()
+        return files | {CONFIG: (self.packed.path / SOURCE_CONFIG).read_bytes()}
+
+    def _plain_bytes(self, plain: Mapping[str, bytes | None]) -> int:
+        carried = sum(record.size_bytes for record in self.packed.manifest.plain_files if record.carried)
+        return carried + sum(len(content) for content in plain.values() if content is not None)
+
+    def _write_file(self, plan: FilePlan) -> None:
+        """One source file: tensors that were carried, then those of experts, block after block."""
+        with TensorWriter(self.journal, plan) as writer:
+            buffer = bytearray(COPY_BYTES)
+            of_layers = self._entries_of_layers(plan)
+            owned = {entry.name for entries in of_layers.values() for entry in entries}
+            for name in plan.entries:
+                if name not in owned:
+                    for piece in read_tensor(
+                        self.packed.checkpoint, self.packed.checkpoint.tensors[name], buffer
+                    ):
+                        writer.append(name, piece)
+                        self.progress.advance(len(piece), plan.name)
+            for layer in self.packed.manifest.layers:
+                self._write_experts(writer, layer, of_layers.get(layer.module, []))
+            self.progress.advance(len(plan.header), plan.name)
+            record = writer.finish()
+        self.journal.finish(plan.name, {"file": record.as_json() | {"tensors": []}})
+
+    def _entries_of_layers(self, plan: FilePlan) -> dict[str, list[TensorEntry]]:
+        found: dict[str, list[TensorEntry]] = {}
+        for entry in plan.entries.values():
+            for layer in self.packed.manifest.layers:
+                if entry.name.startswith(f"{layer.module}."):
+                    found.setdefault(layer.module, []).append(entry)
+        return found
+
+    def _write_experts(self, writer: TensorWriter, layer: LayerRecord, entries: list[TensorEntry]) -> None:
+        of_expert: dict[int, list[TensorEntry]] = {}
+        for entry in entries:
+            of_expert.setdefault(expert_of(layer, entry.name), []).append(entry)
+        for restored in restored_blocks(self.packed, layer, of_expert, block_bytes=self.block_bytes):
+            for expert in restored.block:
+                for entry in of_expert[expert]:
+                    tensor = restored.tensor(entry)
+                    writer.append(entry.name, tensor_bytes(tensor))
+                    self.progress.advance(tensor.nbytes, writer.plan.name)
+
+
+def _identity(packed: PackedCheckpoint) -> dict[str, Any]:
+    """What has to be the same for a run to be resumed."""
+    manifest = digest(packed.manifest.as_bytes())
+    return {"purpose": "unpack", "version": VERSION, "manifest": manifest}

@@ -1,0 +1,160 @@
+"""Prove that a packed checkpoint is whole and, given its source, equal to it: `verify_checkpoint`."""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .blocks import BLOCK_BYTES
+from .checkpoint import Checkpoint
+from .errors import PackedError
+from .packed.compare import source_problems
+from .packed.differences import Problem
+from .packed.integrity import hash_problems, header_problems, layer_problems, size_problems, unlisted_files
+from .packed.manifest import Manifest
+from .packed.names import MANIFEST, is_packed
+from .packed.reader import PackedCheckpoint
+from .progress import NoProgress, Progress
+
+MAX_PROBLEMS = 1000
+"""A report lists at most as many problems and counts the rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What a verification found.
+
+    Attributes:
+        packed, source: directories; source is None where none was given.
+        ok: nothing is wrong.
+        problems: what is wrong, at most 1000 of them; `problem_count`: all.
+        seconds: of this run.
+        layers: MoE layers.
+        files, tensors: whose hashes were compared.
+        packed_bytes: of them.
+        source_tensors, source_bytes: compared with the source, 0 without one.
+        unlisted_files: files in the directory that the manifest does not name; they are no part of the
+            checkpoint.
+    """
+
+    packed: str
+    source: str | None
+    ok: bool
+    problems: tuple[Problem, ...]
+    problem_count: int
+    seconds: float
+    layers: int
+    files: int
+    tensors: int
+    packed_bytes: int
+    source_tensors: int
+    source_bytes: int
+    unlisted_files: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def verify_checkpoint(
+    packed: str | Path,
+    src: str | Path | None = None,
+    *,
+    follow_links: bool = False,
+    block_bytes: int = BLOCK_BYTES,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Whether a packed checkpoint is whole, and whether it is its source.
+
+    Every size, header and hash is compared with the manifest. With `src` every packed expert is also
+    inverted, block after block, to the tensors that the source must have, and compared with its bytes; so is
+    everything else. The stages that made the packed tensors do not run.
+
+    Args:
+        packed: a packed checkpoint.
+        src: its source.
+        follow_links: follow links that lead out of the source's directory.
+        block_bytes: packed bytes that one block of experts holds.
+        progress: follows the bytes read.
+
+    Raises:
+        PackedError: no packed checkpoint, an interrupted one, or one of another version.
+        CheckpointError: `src` is no checkpoint.
+    """
+    started = time.monotonic()
+    path = Path(packed)
+    if not is_packed(path):
+        raise PackedError(
+            f"{path}: expected a packed checkpoint with {MANIFEST}, got none. Repack the source first."
+        )
+    manifest = Manifest.read(path)
+    source = None if src is None else Checkpoint(src, follow_links=follow_links)
+    watcher = progress or NoProgress()
+    source_bytes = 0 if source is None else sum(entry.nbytes for entry in source.tensors.values())
+    watcher.start(manifest.size_bytes + source_bytes)
+    try:
+        problems, count = _first(_problems(path, manifest, source, watcher, block_bytes))
+    finally:
+        if source is not None:
+            source.close()
+    return VerifyReport(
+        packed=str(path),
+        source=None if src is None else str(src),
+        ok=not count,
+        problems=problems,
+        problem_count=count,
+        seconds=time.monotonic() - started,
+        layers=len(manifest.layers),
+        files=len(manifest.file_names),
+        tensors=sum(len(file.tensors) for file in manifest.tensor_files),
+        packed_bytes=manifest.size_bytes,
+        source_tensors=0 if source is None else len(source.tensors),
+        source_bytes=source_bytes,
+        unlisted_files=tuple(unlisted_files(path, manifest)),
+    )
+
+
+def _problems(
+    path: Path, manifest: Manifest, source: Checkpoint | None, progress: Progress, block_bytes: int
+) -> Iterator[Problem]:
+    """Everything that is wrong; the source is compared only with files that have their sizes and headers."""
+    broken = set()
+    for name, message in size_problems(path, manifest):
+        broken.add(name)
+        yield Problem(name=name, message=message)
+    for name in unlisted_files(path, manifest):
+        if name.endswith(".safetensors"):
+            yield Problem(
+                name=name, message=f"{path / name}: expected no such file, because {MANIFEST} names none."
+            )
+    for record in manifest.tensor_files:
+        if record.name not in broken:
+            for name, message in header_problems(path, record):
+                broken.add(name)
+                yield Problem(name=name, message=message)
+    for name, message in layer_problems(path, manifest):
+        broken.add(name)
+        yield Problem(name=name, message=message)
+    for file in manifest.files:
+        if file.name not in broken:
+            for name, message in hash_problems(path, file, progress):
+                yield Problem(name=name, message=message)
+    if source is None or broken:
+        return
+    try:
+        with PackedCheckpoint(path) as opened:
+            yield from source_problems(opened, source, progress, block_bytes=block_bytes)
+    except PackedError as error:
+        yield Problem(name=MANIFEST, message=str(error))
+
+
+def _first(problems: Iterable[Problem]) -> tuple[tuple[Problem, ...], int]:
+    """The first problems and the number of all."""
+    kept: list[Problem] = []
+    count = 0
+    for problem in problems:
+        count += 1
+        if len(kept) < MAX_PROBLEMS:
+            kept.append(problem)
+    return tuple(kept), count
