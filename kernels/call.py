@@ -11,6 +11,7 @@ from .backends.cuda_arguments import PARAMETERS
 from .backends.cuda_moe import VECTOR_BYTES, fixed_numbers, matrices_of, prepared, with_vector_rows
 from .jit.launch import PreparedLaunch
 from .plan.cuda_moe import choose_variant
+from .scratch import Lease
 from .workspace import Workspace
 
 MOST_CALLS = 4096
@@ -103,22 +104,38 @@ class ReadyCall:
     ) -> torch.Tensor:
         """A new tensor with the layer's output for x."""
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        with workspace.lease(top_k=self.top_k, backend="cuda", rows=topk_ids.numel()) as lease:
-            stream = torch._C._cuda_getCurrentRawStream(self.device_index)
-            tokens, top_k, *fixed = self.numbers
-            parameters = PARAMETERS.pack(
-                x.data_ptr(),
-                topk_weights.data_ptr(),
-                topk_ids.data_ptr(),
-                0 if expert_map is None else expert_map.data_ptr(),
-                *self.matrices,
-                out.data_ptr(),
-                *lease.addresses,
-                x.stride(0),
-                out.stride(0),
-                tokens,
-                top_k,
-                *fixed,
+        if torch._C._cuda_isCurrentStreamCapturing():
+            self._launch(
+                out, x, topk_weights, topk_ids, expert_map, workspace.captured("cuda", topk_ids.numel())
             )
-            self.launch(stream, parameters)
+            return out
+        lease = workspace.bound("cuda", top_k=self.top_k)
+        with lease.scratch.lock:
+            self._launch(out, x, topk_weights, topk_ids, expert_map, lease)
         return out
+
+    def _launch(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        lease: Lease,
+    ) -> None:
+        tokens, top_k, *fixed = self.numbers
+        parameters = PARAMETERS.pack(
+            x.data_ptr(),
+            topk_weights.data_ptr(),
+            topk_ids.data_ptr(),
+            0 if expert_map is None else expert_map.data_ptr(),
+            *self.matrices,
+            out.data_ptr(),
+            *lease.addresses,
+            x.stride(0),
+            out.stride(0),
+            tokens,
+            top_k,
+            *fixed,
+        )
+        self.launch(torch._C._cuda_getCurrentRawStream(self.device_index), parameters)

@@ -26,8 +26,17 @@ class StreamKey:
     @classmethod
     def current(cls, device: torch.device) -> "StreamKey":
         """The key of the calling thread's current stream."""
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-        return cls(device=device, stream=stream)
+        return cls(device=device, stream=current_stream(device))
+
+
+def current_stream(device: torch.device) -> int | None:
+    """The calling thread's current stream as the driver numbers it; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    stream: int = torch._C._cuda_getCurrentRawStream(
+        device.index
+    )  # torch.cuda.current_stream: ten times dearer
+    return stream
 
 
 class Scratch:

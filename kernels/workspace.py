@@ -32,7 +32,7 @@ from .errors import WorkspaceError
 from .plan.buffers import WorkspacePlan
 from .plan.problem import LayerFacts
 from .plan.workspaces import MAX_ROWS, plan_workspace, usual_backend
-from .scratch import Lease, Scratch, StreamKey, registry
+from .scratch import Lease, Scratch, StreamKey, current_stream, registry
 
 if TYPE_CHECKING:
     from .layer import MarlinMoELayer
@@ -64,7 +64,7 @@ class Workspace:
         self.top_k = top_k
         self.backend = usual_backend(facts, device)
         self.calls: dict[Any, Any] = {}  # calls made ready, by what decides how they run
-        self._leases: dict[tuple[str, StreamKey], Lease] = {}
+        self._leases: dict[tuple[str, int | None], Lease] = {}  # by backend and stream
         with registry.lock:
             registry.handles.add(self)
 
@@ -145,30 +145,31 @@ class Workspace:
 
     def captured(self, backend: str, rows: int) -> Lease:
         """Buffers from the pool of the graph that is being captured."""
-        plan = plan_workspace(backend, self.facts, rows=rows)
+        plan = plan_workspace(backend, self.facts, self.device, rows=rows)
         return Lease.lay_over(Scratch.of_graph(StreamKey.current(self.device), plan.nbytes), plan)
 
     def _current(self, backend: str | None = None) -> Lease | None:
-        return self._leases.get((backend or self.backend, StreamKey.current(self.device)))
+        return self._leases.get((backend or self.backend, current_stream(self.device)))
 
     def _plan(self, rows: int) -> WorkspacePlan:
-        return plan_workspace(self.backend, self.facts, rows=rows)
+        return plan_workspace(self.backend, self.facts, self.device, rows=rows)
 
     def _bind(self, backend: str, rows_of: "Callable[[Workspace], int]") -> Lease:
         """The lease of the current stream: the one held, or on scratch that others use, or on new scratch."""
         key = StreamKey.current(self.device)
         with registry.lock:
-            if (backend, key) not in self._leases:
-                plan = plan_workspace(backend, self.facts, rows=rows_of(self))
+            if (backend, key.stream) not in self._leases:
+                plan = plan_workspace(backend, self.facts, self.device, rows=rows_of(self))
                 scratch = registry.smallest_scratch(key, plan.nbytes)
                 if scratch is None:
                     handles = registry.handles_on(self.device)
                     largest = max(
-                        plan_workspace(backend, other.facts, rows=rows_of(other)).nbytes for other in handles
+                        plan_workspace(backend, other.facts, self.device, rows=rows_of(other)).nbytes
+                        for other in handles
                     )
                     scratch = registry.new_scratch(key, largest)
-                self._leases[backend, key] = Lease.lay_over(scratch, plan)
-            return self._leases[backend, key]
+                self._leases[backend, key.stream] = Lease.lay_over(scratch, plan)
+            return self._leases[backend, key.stream]
 
     def _check_room(self, rows: int) -> None:
         lease = self._current()

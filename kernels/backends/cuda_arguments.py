@@ -4,11 +4,11 @@ bytes     C++                          what
 0..31     x .. expert_map              pointers of the call
 32..111   w13, w2                      MatrixArgs: qweight, scales, zero_points, sort_order, bias
 112       out
-120..183  tile_count .. w2_output      pointers into the scratch, in the order of the workspace's plan
-184..199  x_stride, out_stride         in elements
-200..227  tokens .. activation
-228..247  routed_scaling_factor .. linear_beta
-248       flags                        the second parameter
+120..191  tile_count .. split_sums     pointers into the scratch, in the order of the workspace's plan
+192..207  x_stride, out_stride         in elements
+208..243  tokens .. most_slot_splits
+244..263  routed_scaling_factor .. linear_beta
+264       flags                        the second parameter
 """
 
 import struct
@@ -18,7 +18,7 @@ import torch
 from ..activation import Activation
 from ..matrix import MarlinMatrix
 
-PARAMETERS = struct.Struct("<23Q2q7i5fi")
+PARAMETERS = struct.Struct("<24Q2q9i5fi")
 KINDS = ("silu", "gelu", "gelu_tanh", "swiglu_oai", "silu_clamped", "situ", "silu_no_mul", "relu2")
 """Activations in the order of `ActivationKind` in `cuda/activation.cuh`."""
 

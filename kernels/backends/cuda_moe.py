@@ -109,6 +109,8 @@ def fixed_numbers(arguments: MoEArguments, *, rows: int) -> tuple[int | float, .
         facts.hidden_size,
         facts.padded_intermediate_size,
         KINDS.index(arguments.activation.kind),
+        planner.split_capacity(planner.BLOCKS_PER_SM * sm_count(arguments.x.device)),
+        max(1, planner.FP32_ROWS // rows) if rows <= planner.FP32_ROWS else 1,
         arguments.routed_scaling_factor,
         *activation_numbers(arguments.activation),
         flags,
@@ -127,7 +129,8 @@ def prepared(variant: planner.MoEVariant, num_experts: int, device: torch.device
     """The launch of a variant on a device: loaded, from the cubin cache or compiled, with its grid."""
     kernel = load_kernel(build_spec(variant, architecture(device)), device)
     smem_bytes = variant.smem_bytes(num_experts=num_experts)
-    grid = kernel.max_cooperative_blocks(planner.THREADS, smem_bytes)
+    per_sm = min(kernel.max_blocks_per_sm(planner.THREADS, smem_bytes), planner.BLOCKS_PER_SM)
+    grid = per_sm * sm_count(device)
     return kernel.prepare(grid=grid, block=planner.THREADS, smem_bytes=smem_bytes, cooperative=True)
 
 
@@ -148,6 +151,12 @@ def compile_ahead(facts: Iterable[LayerFacts], device: torch.device) -> None:
     compile_all(build_spec(variant, architecture(device)) for variant, _ in chosen)
     for variant, num_experts in chosen:
         prepared(variant, num_experts, device)
+
+
+@functools.lru_cache(maxsize=64)
+def sm_count(device: torch.device) -> int:
+    """The device's multiprocessors."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def architecture(device: torch.device) -> str:

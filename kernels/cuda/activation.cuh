@@ -6,7 +6,7 @@ enum ActivationKind { SILU, GELU, GELU_TANH, SWIGLU_OAI, SILU_CLAMPED, SITU, SIL
 
 __device__ __forceinline__ float sigmoid(float v) { return 1.0f / (1.0f + expf(-v)); }
 
-__device__ __forceinline__ float activate(float gate, float up, const MoEArgs& args) {
+__device__ __noinline__ float activate(float gate, float up, const MoEArgs& args) {
   int kind = args.activation;  // the same for all threads
   if (kind == SWIGLU_OAI || kind == SILU_CLAMPED) {
     gate = fminf(gate, args.limit);

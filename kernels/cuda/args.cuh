@@ -27,8 +27,10 @@ struct MoEArgs {
   int* tile_row;             // [tiles]         the tile's first row
   int* tile_rows;            // [tiles]         its rows, at most TOKEN_TILE
   void* activations;         // [M*T, I]        by row
-  void* w2_output;           // [M*T, H]        by slot; fp32 where the flag SLOTS_FP32 says so
+  void* w2_output;           // [M*T, H]        by slot; fp32 where the flag SLOTS_FP32 says so, then also per split
+  float* split_sums;         // [split_capacity, TOKEN_TILE, 128]  sums of GEMM 1 where K is split over blocks
   long long x_stride, out_stride;
   int tokens, top_k, num_experts, num_global_experts, hidden_size, intermediate_size, activation;
+  int split_capacity, most_slot_splits;
   float routed_scaling_factor, alpha, limit, beta, linear_beta;
 };

@@ -112,11 +112,33 @@ __device__ __forceinline__ void add_parts(Sums<TOKEN_TILE>& sums, float4* exchan
   }
 }
 
-// The tile's sums, complete in part 0. `column` is where the warp's 64 columns start, < 0 when it has none.
-// load_tokens(buffer, k) starts the copy of inputs k .. k + 255 of the tile's tokens into a buffer.
+// Into how many parts K is split over blocks where tiles alone do not fill the grid: the number that takes the
+// fewest chunks one after another, two more per part for starting and adding. The same for all blocks.
+__device__ __forceinline__ int split_count(u64 items, int size_k, u64 capacity, int most) {
+  int chunks = (size_k + CHUNK_K - 1) / CHUNK_K, best = 1;
+  u64 grid = gridDim.x, least = (items + grid - 1) / grid * (chunks + 2);
+  for (int s = 2; s <= min(most, chunks) && items * s <= capacity; s++) {
+    u64 cost = (items * s + grid - 1) / grid * ((chunks + s - 1) / s + 2);
+    if (cost < least) least = cost, best = s;
+  }
+  return best;
+}
+
+struct Inputs {  // of a split: k from `begin` to `end`, whole chunks but for the last
+  int begin, end;
+  __device__ __forceinline__ Inputs(int size_k, int split, int splits) {
+    int chunks = (size_k + CHUNK_K - 1) / CHUNK_K, share = (chunks + splits - 1) / splits;
+    begin = min(split * share * CHUNK_K, size_k);
+    end = min(begin + share * CHUNK_K, size_k);
+  }
+};
+
+// The sums of a tile over `inputs`, complete in part 0. `column` is where the warp's 64 columns start, < 0 when it
+// has none. load_tokens(buffer, k) starts the copy of inputs k .. k + 255 of the tile's tokens into a buffer.
 template <class T, class F, int TOKEN_TILE, class LoadTokens>
 __device__ __forceinline__ void multiply_tile(Sums<TOKEN_TILE>& sums, const MatrixArgs& matrix, int expert, int column,
-                                              int size_k, int size_n, typename T::Scalar* shared, LoadTokens load_tokens) {
+                                              int size_k, int size_n, Inputs inputs, typename T::Scalar* shared,
+                                              LoadTokens load_tokens) {
   constexpr int BUFFER = TOKEN_TILE * ROW_ELEMENTS;
   int warp = threadIdx.x >> 5, part = warp % WARPS_K, block = warp / WARPS_K;
 #pragma unroll
@@ -124,22 +146,22 @@ __device__ __forceinline__ void multiply_tile(Sums<TOKEN_TILE>& sums, const Matr
 
   Weights<T, F> weights;
   __syncthreads();  // the buffers may still be read as the last tile's sums
-  load_tokens(shared, 0);
+  load_tokens(shared, inputs.begin);
   commit_copies();
-  int k = part * WARP_K;
-  bool here = column >= 0 && k < size_k;
+  int k = inputs.begin + part * WARP_K;
+  bool here = column >= 0 && k < inputs.end;
   if (here) {
 #pragma unroll
     for (int s = 0; s < STEPS; s++) weights.load_step(s, matrix, expert, k, column, size_k, size_n);
     weights.load_next_columns(matrix, expert, k, column, size_k, size_n);
   }
-  int chunks = (size_k + CHUNK_K - 1) / CHUNK_K;
+  int chunks = (inputs.end - inputs.begin + CHUNK_K - 1) / CHUNK_K;
   for (int c = 0; c < chunks; c++, k += CHUNK_K) {
     wait_for_copies();
     __syncthreads();
-    if (c + 1 < chunks) load_tokens(shared + ((c + 1) & 1) * BUFFER, (c + 1) * CHUNK_K);
+    if (c + 1 < chunks) load_tokens(shared + ((c + 1) & 1) * BUFFER, inputs.begin + (c + 1) * CHUNK_K);
     commit_copies();
-    bool next_here = column >= 0 && k + CHUNK_K < size_k;
+    bool next_here = column >= 0 && k + CHUNK_K < inputs.end;
     if (!here) continue;  // the next chunk lies further behind the end of K still
     weights.take_columns();
     if (next_here) weights.load_next_columns(matrix, expert, k + CHUNK_K, column, size_k, size_n);

@@ -75,12 +75,35 @@ __device__ __forceinline__ TileSums<TOKEN_TILE>& gather_sums(const Sums<TOKEN_TI
   return tile;
 }
 
-__device__ void first_gemm(const MoEArgs& args, int flags, Scalar* shared, Tile& rows) {
-  constexpr int STEP = GATED ? 64 : 128;  // activation columns of a tile
+constexpr int FIRST_STEP = GATED ? 64 : 128;  // activation columns of a tile
+
+struct Work {  // items are (tile, step over columns), tiles fastest, so that an expert's tiles share its weights in L2
+  int tiles, splits;
+  u64 items;
+  __device__ __forceinline__ Work(const MoEArgs& args, int columns, int step, int size_k, u64 capacity, int most) {
+    tiles = *args.tile_count;
+    items = static_cast<u64>(tiles) * ((columns + step - 1) / step);
+    splits = split_count(items, size_k, capacity, most);
+  }
+};
+
+__device__ __forceinline__ Work first_work(const MoEArgs& args) {
+  return Work(args, args.intermediate_size, FIRST_STEP, args.hidden_size, args.split_capacity, 1 << 20);
+}
+
+__device__ __forceinline__ Work second_work(const MoEArgs& args) {
+  return Work(args, args.hidden_size, 128, args.intermediate_size, ~0ull, args.most_slot_splits);
+}
+
+__device__ __forceinline__ float* split_sums(const MoEArgs& args, u64 unit) {
+  return args.split_sums + unit * TOKEN_TILE * 128;
+}
+
+__device__ void first_gemm(const MoEArgs& args, int flags, Scalar* shared, Tile& rows, const Work& work) {
   int warp = threadIdx.x >> 5, block = warp / WARPS_K, part = warp % WARPS_K;
-  int tiles = *args.tile_count, steps = (args.intermediate_size + STEP - 1) / STEP;
-  for (u64 item = blockIdx.x; item < static_cast<u64>(tiles) * steps; item += gridDim.x) {
-    int tile = item % tiles, start = static_cast<int>(item / tiles) * STEP;
+  for (u64 unit = blockIdx.x; unit < work.items * work.splits; unit += gridDim.x) {
+    u64 item = unit % work.items;
+    int tile = item % work.tiles, start = static_cast<int>(item / work.tiles) * FIRST_STEP;
     int expert = args.tile_expert[tile];
     describe_tile(args, tile, flags, flags & WEIGHT_ON_INPUT, rows);
     int column = start + (GATED ? block * args.intermediate_size : 64 * block);
@@ -88,9 +111,10 @@ __device__ void first_gemm(const MoEArgs& args, int flags, Scalar* shared, Tile&
     auto row_of = [&](int r) {
       return rows.tokens[r] < 0 ? nullptr : static_cast<const Scalar*>(args.x) + rows.tokens[r] * args.x_stride;
     };
+    Inputs inputs(args.hidden_size, static_cast<int>(unit / work.items), work.splits);
     Sums<TOKEN_TILE> sums;
     multiply_tile<Type, W13, TOKEN_TILE>(
-        sums, args.w13, expert, column, args.hidden_size, args.intermediate_size * (GATED ? 2 : 1), shared,
+        sums, args.w13, expert, column, args.hidden_size, args.intermediate_size * (GATED ? 2 : 1), inputs, shared,
         [&](Scalar* buffer, int k) {
           if (W13_SORTED)
             gather_rows(buffer, k, args.hidden_size, args.w13.sort_order + static_cast<u64>(expert) * args.hidden_size, row_of);
@@ -98,32 +122,54 @@ __device__ void first_gemm(const MoEArgs& args, int flags, Scalar* shared, Tile&
             copy_rows(buffer, k, args.hidden_size, row_of);
         });
     TileSums<TOKEN_TILE>& tile_sums = gather_sums(sums, shared, block, part);
-    store_activations<Type, W13, TOKEN_TILE, GATED>(args, tile_sums, expert, start, args.tile_row[tile],
-                                                                args.tile_rows[tile], rows.weights);
+    if (work.splits > 1)
+      store_split<TOKEN_TILE>(split_sums(args, unit), tile_sums, args.tile_rows[tile]);
+    else
+      store_activations<Type, W13, GATED>(
+          args, [&](int c, int token) { return tile_sums.sums[c][token]; }, expert, start, args.tile_row[tile],
+          args.tile_rows[tile], rows.weights);
   }
 }
 
-__device__ void second_gemm(const MoEArgs& args, int flags, Scalar* shared, Tile& rows) {
+// Where K was split: the splits' sums added in their order, then the activation.
+__device__ void add_splits(const MoEArgs& args, int flags, Tile& rows, const Work& work) {
+  for (u64 item = blockIdx.x; item < work.items; item += gridDim.x) {
+    int tile = item % work.tiles, start = static_cast<int>(item / work.tiles) * FIRST_STEP;
+    describe_tile(args, tile, flags, flags & WEIGHT_ON_INPUT, rows);
+    auto sum_of = [&](int c, int token) {
+      float sum = 0.0f;
+      for (int s = 0; s < work.splits; s++) sum += split_sums(args, s * work.items + item)[token * 128 + c];
+      return sum;
+    };
+    store_activations<Type, W13, GATED>(args, sum_of, args.tile_expert[tile], start, args.tile_row[tile],
+                                        args.tile_rows[tile], rows.weights);
+  }
+}
+
+__device__ void second_gemm(const MoEArgs& args, int flags, Scalar* shared, Tile& rows, const Work& work) {
   int warp = threadIdx.x >> 5, block = warp / WARPS_K, part = warp % WARPS_K;
-  int tiles = *args.tile_count, steps = (args.hidden_size + 127) / 128;
-  for (u64 item = blockIdx.x; item < static_cast<u64>(tiles) * steps; item += gridDim.x) {
-    int tile = item % tiles, start = static_cast<int>(item / tiles) * 128, column = start + 64 * block;
+  for (u64 unit = blockIdx.x; unit < work.items * work.splits; unit += gridDim.x) {
+    u64 item = unit % work.items;
+    int split = static_cast<int>(unit / work.items), tile = item % work.tiles;
+    int start = static_cast<int>(item / work.tiles) * 128, column = start + 64 * block;
     if (column >= args.hidden_size) column = -1;
     int expert = args.tile_expert[tile], row = args.tile_row[tile], count = args.tile_rows[tile];
     describe_tile(args, tile, flags, !(flags & WEIGHT_ON_INPUT), rows);
     auto row_of = [&](int r) {
-      return r >= count ? nullptr : static_cast<const Scalar*>(args.activations) + static_cast<u64>(row + r) * args.intermediate_size;
+      return r >= count ? nullptr
+                        : static_cast<const Scalar*>(args.activations) + static_cast<u64>(row + r) * args.intermediate_size;
     };
     Sums<TOKEN_TILE> sums;
     multiply_tile<Type, W2, TOKEN_TILE>(
-        sums, args.w2, expert, column, args.intermediate_size, args.hidden_size, shared,
+        sums, args.w2, expert, column, args.intermediate_size, args.hidden_size,
+        Inputs(args.intermediate_size, split, work.splits), shared,
         [&](Scalar* buffer, int k) { copy_rows(buffer, k, args.intermediate_size, row_of); });
     store_slots<Type, W2, TOKEN_TILE>(args, gather_sums(sums, shared, block, part), expert, start, count, rows.slots,
-                                      rows.weights, flags & SLOTS_FP32);
+                                      rows.weights, flags & SLOTS_FP32, split);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) moe(const __grid_constant__ MoEArgs args, int flags) {
+extern "C" __global__ void __launch_bounds__(THREADS, TOKEN_TILE == 8 ? 2 : 1) moe(const __grid_constant__ MoEArgs args, int flags) {
   extern __shared__ uint4 dynamic[];
   __shared__ Tile rows;
   __shared__ int partial[32];
@@ -131,12 +177,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe(const __grid_constant_
   Scalar* shared = reinterpret_cast<Scalar*>(dynamic);
   if (blockIdx.x == 0) route<TOKEN_TILE>(args, flags & IDS64, reinterpret_cast<int*>(dynamic), partial);
   grid.sync();
-  first_gemm(args, flags, shared, rows);
+  Work first = first_work(args), second = second_work(args);
+  first_gemm(args, flags, shared, rows, first);
   grid.sync();
-  second_gemm(args, flags, shared, rows);
+  if (first.splits > 1) {  // the same for all blocks
+    add_splits(args, flags, rows, first);
+    grid.sync();
+  }
+  second_gemm(args, flags, shared, rows, second);
   grid.sync();
   if (flags & SLOTS_FP32)
-    reduce<Type, float>(args);
+    reduce<Type, float>(args, second.splits);
   else
-    reduce<Type, Scalar>(args);
+    reduce<Type, Scalar>(args, second.splits);
 }

@@ -13,6 +13,8 @@ MAX_ROWS = 2**31 - 1  # slot numbers are int32; more rows run in chunks
 THREADS = 256
 CHUNK_K = 256
 COLUMNS = 128  # of a tile's sums
+SPLIT_ROUNDS = 2
+BLOCKS_PER_SM = 2
 FP32_ROWS = 2048  # up to so many rows the slots are kept in float32: a rounding less where it costs nothing
 
 
@@ -85,8 +87,15 @@ def variant(facts: LayerFacts, *, token_tile: int) -> MoEVariant:
     )
 
 
-def plan_workspace(facts: LayerFacts, *, rows: int) -> WorkspacePlan:
-    """The buffers of a layer for `rows` rows (at most 2**31 - 1 are planned). Only the last two grow large.
+def split_capacity(blocks: int) -> int:
+    """Tiles of GEMM 1 that may keep their sums where K is split: some rounds over the grid of a device."""
+    return SPLIT_ROUNDS * blocks
+
+
+def plan_workspace(facts: LayerFacts, *, rows: int, blocks: int) -> WorkspacePlan:
+    """The buffers of a layer for `rows` rows (at most 2**31 - 1 are planned) on a device.
+
+    `blocks` is the most that run at once on the device. Only activations and w2_output grow large.
 
     buffer          dtype    shape        holds
     tile_count      int32    [1]
@@ -97,6 +106,7 @@ def plan_workspace(facts: LayerFacts, *, rows: int) -> WorkspacePlan:
     tile_rows       int32    [tiles]
     activations     x.dtype  [rows, Ip]
     w2_output       x.dtype  [rows, H]    by slot; up to FP32_ROWS rows may be float32 instead
+    split_sums      float32  [tiles, …]   sums of GEMM 1 where K is split over blocks
     """
     if rows < 1:
         raise WorkspaceError(
@@ -115,7 +125,8 @@ def plan_workspace(facts: LayerFacts, *, rows: int) -> WorkspacePlan:
             ("tile_row", torch.int32, (tiles,)),
             ("tile_rows", torch.int32, (tiles,)),
             ("activations", facts.scales_dtype, (rows, facts.padded_intermediate_size)),
-            ("w2_output", facts.scales_dtype, (max(rows, 2 * min(rows, FP32_ROWS)), facts.hidden_size)),
+            ("w2_output", facts.scales_dtype, (max(rows, 2 * FP32_ROWS), facts.hidden_size)),
+            ("split_sums", torch.float32, (split_capacity(blocks), TOKEN_TILES[-1], COLUMNS)),
         ),
     )
 

@@ -1,6 +1,4 @@
-"""The buffers of each backend: backend name -> its planner."""
-
-from collections.abc import Callable
+"""The buffers of each backend, on a device."""
 
 import torch
 
@@ -8,16 +6,15 @@ from . import cuda_moe, reference
 from .buffers import WorkspacePlan
 from .problem import LayerFacts
 
-PLANNERS: dict[str, Callable[..., WorkspacePlan]] = {
-    "cuda": cuda_moe.plan_workspace,
-    "reference": reference.plan_workspace,
-}
 MAX_ROWS = reference.MAX_ROWS
 
 
-def plan_workspace(backend: str, facts: LayerFacts, *, rows: int) -> WorkspacePlan:
-    """The buffers that a backend needs for `rows` rows of a layer."""
-    return PLANNERS[backend](facts, rows=rows)
+def plan_workspace(backend: str, facts: LayerFacts, device: torch.device, *, rows: int) -> WorkspacePlan:
+    """The buffers that a backend needs for `rows` rows of a layer on a device."""
+    if backend == "cuda":
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        return cuda_moe.plan_workspace(facts, rows=rows, blocks=cuda_moe.BLOCKS_PER_SM * sms)
+    return reference.plan_workspace(facts, rows=rows)
 
 
 def usual_backend(facts: LayerFacts, device: torch.device) -> str:
