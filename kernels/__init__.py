@@ -8,8 +8,11 @@ jit                source and options to cubin, by NVRTC, cached on disk
 plan               MoEProblem to MoEPlan, and the bytes of every buffer: integers only
 scratch            scratch memory per device and stream, and who is alive to use it
 workspace          a layer's handle on its scratch: Workspace, reserve
+flat               a layer as tensors and ints, which is what crosses into a registered op
 layer              MarlinMoELayer, the op's input
 arguments          the arguments of one call, checked against the layer and each other
 backends           what runs a checked call; `reference` defines what is correct
+call               a checked call on its backend, and CUDA calls that are repeated
+registration       the op as torch's dispatcher knows it, for tracing and export
 fused_marlin_moe   the op: check once, problem, plan, backend
 """

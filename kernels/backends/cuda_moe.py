@@ -32,6 +32,8 @@ def reason_against(problem: MoEProblem) -> str | None:
     reason = planner.reason_against(problem)
     if reason is not None:
         return reason
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
     capability = torch.cuda.get_device_capability()
     if capability < MIN_CAPABILITY:
         return f"the device is of compute capability {capability[0]}.{capability[1]}, and mma needs 8.0"
