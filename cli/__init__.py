@@ -15,6 +15,7 @@ One module per command, named after it, with what only that command needs before
     repack            source to packed checkpoint
     verify            the proof that they are equal
     unpack            packed checkpoint to source
+    kernels           kernels compiled ahead for a checkpoint
     machine           what this machine can run, as a report
     doctor            prints it
     demo_checkpoint   the demo's checkpoint, by compressed-tensors' own code

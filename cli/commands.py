@@ -25,6 +25,7 @@ COMMANDS = {
     "repack": _entry("repack", "Write a checkpoint anew with its experts in the Marlin layout."),
     "verify": _entry("verify", "Prove that a packed checkpoint is whole and equals its source."),
     "unpack": _entry("unpack", "Turn a packed checkpoint back into the one it was made from."),
+    "kernels": _entry("kernels", "Compile CUDA kernels ahead: `kernels build PATH --arch sm_90a`."),
     "doctor": _entry("doctor", "Say what this machine can run, and why not the rest."),
     "demo": _entry("demo", "Make a small checkpoint, repack, verify, load and run it."),
 }

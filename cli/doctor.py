@@ -55,11 +55,14 @@ def _print(report: "MachineReport") -> None:
     for device in report.devices:
         memory = "" if device.memory_bytes is None else f", {bytes_text(device.memory_bytes)}"
         _say(device.name, device.description + memory)
+        if device.name != "cpu":
+            click.echo(f"{'':14}repacking {device.repacking or 'none'}")
         for verdict in device.backends:
             click.echo(f"{'':14}backend {verdict}")
     if report.no_cuda_because is not None:
         _say("cuda", f"no device: {report.no_cuda_because}")
-    _say("workspace", f"{bytes_text(report.sample_workspace_bytes)} for {report.sample}")
+    sizes = ", ".join(f"{name} {bytes_text(n)}" for name, n in report.sample_workspace_bytes.items())
+    _say("workspace", f"{sizes}, for {report.sample}")
 
 
 def _say(what: str, text: str) -> None:

@@ -70,6 +70,10 @@ def _print(report: "InspectReport", *, split: bool) -> None:
     _print_layers(report)
     if split:
         _print_split(report)
+    _print_workspace(report)
+    fused = sum(layer.fused for layer in report.layers)
+    if fused:
+        click.echo(f"stored as 3-D tensors that hold all experts: {counted(fused, 'layer')}")
     click.echo(
         f"carried over unchanged: {counted(report.carried_tensors, 'tensor')}, "
         f"{bytes_text(report.carried_bytes)}"
@@ -116,7 +120,7 @@ def _row(layer: "LayerReport") -> tuple[str, ...]:
         str(layer.num_experts),
         str(layer.hidden_size),
         str(size) if size == padded else f"{size}, padded to {padded}",
-        _both(w13.bits, w2.bits),
+        _both(_bits(w13.bits, layer.w13_source_bits), _bits(w2.bits, layer.w2_source_bits)),
         _both(_group(w13.group_size), _group(w2.group_size)),
         _both(*("no" if matrix.symmetric else "yes" for matrix in (w13, w2))),
         _both(*("yes" if matrix.act_order else "no" for matrix in (w13, w2))),
@@ -128,6 +132,10 @@ def _row(layer: "LayerReport") -> tuple[str, ...]:
 
 def _both(w13: object, w2: object) -> str:
     return str(w13) if w13 == w2 else f"w13 {w13}, w2 {w2}"
+
+
+def _bits(bits: int, source_bits: int) -> str:
+    return str(bits) if bits == source_bits else f"{bits}, widened from {source_bits}"
 
 
 def _group(group_size: int | None) -> str:
@@ -160,6 +168,19 @@ def _print_split(report: "InspectReport") -> None:
         columns = ("layer", "fits", "experts", "intermediate", "w2 group", "bytes")
         print_table(columns, rows, numbers=("experts", "bytes"))
         click.echo()
+
+
+def _print_workspace(report: "InspectReport") -> None:
+    """The scratch that all layers of a device share: the largest plan."""
+    from ..repack.inspect_report import MAX_TOKENS
+
+    largest: dict[str, int] = {}
+    for layer in report.layers:
+        for backend, nbytes in layer.workspace_bytes.items():
+            largest[backend] = max(nbytes, largest.get(backend, 0))
+    if largest:
+        sizes = ", ".join(f"{backend} {bytes_text(nbytes)}" for backend, nbytes in largest.items())
+        click.echo(f"workspace that a rank's layers share, for {MAX_TOKENS:,} tokens: {sizes}")
 
 
 def _advice(layers: Iterable["LayerReport"]) -> dict[str, list[str]]:

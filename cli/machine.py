@@ -16,6 +16,7 @@ from ..kernels.errors import MarlinMoEError
 from ..kernels.plan.problem import LayerFacts, MatrixFacts, MoEProblem
 from ..kernels.plan.reference import plan_workspace
 from ..repack.native.path import SWITCH, load_extension, native_path
+from ..repack.rank_facts import cuda_bytes
 
 DISTRIBUTION = "marlin-moe"
 SAMPLE_NAME = "Qwen3-30B-A3B W4A16 g128, bf16, 8192 tokens, top-8"
@@ -33,11 +34,15 @@ class PackageReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
-    """A device, and what each backend says to the sample layer on it; `reason` is why it rejects."""
+    """A device, how weights are repacked there, and what each backend says to the sample layer on it.
+
+    `reason` of a backend is why it rejects; `repacking` is None where MARLIN_MOE_NATIVE demands the missing.
+    """
 
     name: str
     description: str
     memory_bytes: int | None
+    repacking: str | None
     backends: tuple[Verdict, ...]
 
 
@@ -73,7 +78,7 @@ class MachineReport:
         devices: the CPU and every GPU.
         no_cuda_because: why there is no CUDA device, or None where there is one.
         sample: the problem that backends and the workspace were asked about.
-        sample_workspace_bytes: scratch that layers of that size share on a device.
+        sample_workspace_bytes: backend -> scratch that layers of that size share on a device.
         problems: what keeps this installation from working.
     """
 
@@ -88,7 +93,7 @@ class MachineReport:
     devices: tuple[DeviceReport, ...]
     no_cuda_because: str | None
     sample: str
-    sample_workspace_bytes: int
+    sample_workspace_bytes: dict[str, int]
     problems: tuple[str, ...]
 
     @property
@@ -124,9 +129,7 @@ def examine_machine() -> MachineReport:
         devices=tuple(_devices(cuda=no_cuda is None)),
         no_cuda_because=no_cuda,
         sample=SAMPLE_NAME,
-        sample_workspace_bytes=plan_workspace(
-            _sample_problem("cpu").layer, rows=SAMPLE_TOKENS * SAMPLE_TOP_K
-        ).nbytes,
+        sample_workspace_bytes=_sample_workspaces(),
         problems=tuple(problems),
     )
 
@@ -162,6 +165,13 @@ def _native() -> tuple[NativeReport, list[str]]:
     )
 
 
+def _repacking(device: str) -> str | None:
+    try:
+        return str(native_path(device))
+    except MarlinMoEError:  # of a CPU it is a problem of `native`; on a GPU using it says what is missing
+        return None
+
+
 def _why_no_cuda() -> str | None:
     if torch.version.cuda is None:
         return "this torch was built without CUDA"
@@ -177,16 +187,28 @@ def _devices(*, cuda: bool) -> Iterator[DeviceReport]:
         name="cpu",
         description=f"{platform.machine()}, {os.cpu_count()} cores",
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        repacking=_repacking("cpu"),
         backends=tuple(verdicts(_sample_problem("cpu"))),
     )
     for index in range(torch.cuda.device_count() if cuda else 0):
         properties = torch.cuda.get_device_properties(index)
+        with torch.cuda.device(index):  # a backend asks the current device
+            found = tuple(verdicts(_sample_problem("cuda")))
         yield DeviceReport(
             name=f"cuda:{index}",
             description=f"{properties.name}, sm_{properties.major}{properties.minor}",
             memory_bytes=properties.total_memory,
-            backends=tuple(verdicts(_sample_problem("cuda"))),
+            repacking=_repacking(f"cuda:{index}"),
+            backends=found,
         )
+
+
+def _sample_workspaces() -> dict[str, int]:
+    facts, rows = _sample_problem("cpu").layer, SAMPLE_TOKENS * SAMPLE_TOP_K
+    return {
+        "cuda": cuda_bytes(facts, rows=rows),
+        "reference": plan_workspace(facts, rows=rows).nbytes,
+    }
 
 
 def _sample_problem(device_type: str) -> MoEProblem:

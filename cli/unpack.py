@@ -16,8 +16,8 @@ from .progress import shown_progress
 def unpack(packed: Path, dst: Path, as_json: bool) -> None:
     """Turn the packed checkpoint in PACKED back into the one it was made from, in DST.
 
-    A compressed-tensors source comes back with the same files, tensor names, dtypes, bytes and config; GPTQ
-    and AWQ sources come back with the same values as a compressed-tensors checkpoint. DST is new or empty.
+    The source comes back with the same files, tensor names, dtypes, bytes and config, whatever tool wrote
+    it: compressed-tensors, GPTQ or AWQ. DST is new or empty.
 
     \b
     Example:

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("packed", type=click.Path(path_type=Path))
 @click.argument("src", type=click.Path(path_type=Path), required=False)
+@click.option("--follow-links", is_flag=True, help="Follow links that lead out of SRC.")
 @json_option
-def verify(packed: Path, src: Path | None, as_json: bool) -> None:
+def verify(packed: Path, src: Path | None, follow_links: bool, as_json: bool) -> None:
     """Prove that the packed checkpoint in PACKED is whole and, with SRC, that it equals its source.
 
     Without SRC every file and tensor is hashed and compared with the manifest. With SRC the packed experts
@@ -32,11 +33,14 @@ def verify(packed: Path, src: Path | None, as_json: bool) -> None:
     from ..repack.verify import verify_checkpoint
 
     with shown_progress("verify") as progress:
-        report = verify_checkpoint(packed, src, progress=progress)
+        report = verify_checkpoint(packed, src, follow_links=follow_links, progress=progress)
     if as_json:
         print_json(report.as_dict())
     elif report.ok:
         _print(report)
+    if report.unlisted_files and not as_json:
+        names = ", ".join(report.unlisted_files)
+        click.echo(f"{packed}: not in the manifest, so no part of the checkpoint: {names}", err=True)
     if not report.ok:
         headline = f"{packed}: {counted(report.problem_count, 'problem')}:"
         raise VerifyError("\n".join([headline, *(problem.message for problem in report.problems)]))

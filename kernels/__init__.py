@@ -7,6 +7,7 @@ matrix             one projection of all experts in that layout: QuantFormat, Ma
 jit                source and options to cubin, by NVRTC, cached on disk
 plan               MoEProblem to MoEPlan, and the bytes of every buffer: integers only
 scratch            scratch memory per device and stream, and who is alive to use it
+ahead              compiling before the first call asks for it
 workspace          a layer's handle on its scratch: Workspace, reserve
 flat               a layer as tensors and ints, which is what crosses into a registered op
 layer              MarlinMoELayer, the op's input

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
+from .plan.cuda_moe import variants
 from .plan.problem import LayerFacts
 
 
@@ -27,7 +28,7 @@ def compile_for(facts: Iterable[LayerFacts], device: torch.device) -> None:
         cuda_moe.compile_ahead(wanted, device)
         return
     for layer in wanted:
-        for variant in cuda_moe.planner.variants(layer):
+        for variant in variants(layer):
             cuda_moe.prepared(variant, layer.num_experts, device)
 
 

@@ -82,9 +82,9 @@ def unpack_qweight(qweight: torch.Tensor, *, bits: int) -> torch.Tensor:
         words = torch.stack((first, second), dim=-1)
     else:
         pairs = [(lanes[m], lanes[m + 1]) for m in (0, 2)]  # m and m + 1 share their two words
-        first = [_join_bytes(a, a >> 16, b, b >> 16) for a, b in pairs]
-        second = [_join_bytes(a >> 8, a >> 24, b >> 8, b >> 24) for a, b in pairs]
-        words = torch.stack((*first, *second), dim=-1)
+        low = [_join_bytes(a, a >> 16, b, b >> 16) for a, b in pairs]
+        high = [_join_bytes(a >> 8, a >> 24, b >> 8, b >> 24) for a, b in pairs]
+        words = torch.stack((*low, *high), dim=-1)
     return words.view(*qweight.shape[:-2], n, k * bits // 32)  # [B, c, j, h, q, r, word]
 
 
@@ -169,9 +169,9 @@ def pack_fields(fields: torch.Tensor, *, bits: int) -> torch.Tensor:
 
 def order_columns(columns: torch.Tensor, *, grouped: bool) -> torch.Tensor:
     """[..., N] from column order into the order of grouped or single scales, as a new tensor."""
-    if grouped:
-        return columns.unflatten(-1, (-1, 8, 8)).transpose(-1, -2).reshape(columns.shape)
-    return columns.unflatten(-1, (-1, 4, 4, 2)).transpose(-2, -3).reshape(columns.shape)
+    split: torch.Tensor = columns.unflatten(-1, (-1, 8, 8) if grouped else (-1, 4, 4, 2))
+    ordered = split.transpose(-1, -2) if grouped else split.transpose(-2, -3)
+    return ordered.reshape(columns.shape)
 
 
 def restore_columns(ordered: torch.Tensor, *, grouped: bool) -> torch.Tensor:

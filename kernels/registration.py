@@ -31,9 +31,15 @@ library.define(f"fused_moe_out(Tensor(a!) out, {INPUTS}, {MATRICES}, {OPTIONS}) 
 Flat = torch.Tensor | None | list[int] | list[float] | str | bool | float
 
 
-def _fused_moe(x: torch.Tensor, *rest: Flat) -> torch.Tensor:
+def _fused_moe(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    *rest: Flat,
+) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _fused_moe_out(out, x, *rest)
+    _fused_moe_out(out, x, topk_weights, topk_ids, expert_map, *rest)
     return out
 
 

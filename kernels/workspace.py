@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .ahead import compile_for
 from .errors import WorkspaceError
 from .plan.buffers import WorkspacePlan
 from .plan.problem import LayerFacts
@@ -98,10 +99,11 @@ class Workspace:
         return None if self.scratch is None else self.scratch.data_ptr()
 
     def reserve(self, *, top_k: int | None = None) -> int:
-        """Allocate for the current stream now instead of in the first call: bytes of the scratch.
+        """Compile and allocate for the current stream now instead of in the first call: bytes of the scratch.
 
         Raises:
             WorkspaceError: no top_k, neither here nor at attachment; scratch in use is too small; no memory.
+            JitError: on CUDA, a kernel did not compile, or may not be and the cache has none.
         """
         slots = self.top_k if top_k is None else top_k
         if slots is None:
@@ -111,6 +113,7 @@ class Workspace:
             )
         _check_count(slots, "top_k")
         self._check_room(self.max_tokens * slots)
+        compile_for([self.facts], self.device)
         lease = self._bind(
             self.backend,
             lambda handle: handle.max_tokens * (slots if handle is self else handle.top_k or slots),
@@ -191,12 +194,13 @@ class Workspace:
 
 
 def reserve(device: torch.device | str, *, max_tokens: int, top_k: int) -> int:
-    """Allocate ahead for every layer on `device`, on the current stream: bytes of the largest scratch.
+    """Compile ahead for every layer on `device`, and allocate on the current stream: bytes of its scratch.
 
     Layers that have none on this stream yet get max_tokens x top_k rows, whatever they were loaded with.
 
     Raises:
         WorkspaceError: no layer is registered; a layer has smaller scratch, which never grows; no memory.
+        JitError: on CUDA, a kernel did not compile, or may not be and the cache has none.
     """
     _check_count(max_tokens, "max_tokens")
     _check_count(top_k, "top_k")
@@ -211,6 +215,8 @@ def reserve(device: torch.device | str, *, max_tokens: int, top_k: int) -> int:
             )
         for handle in handles:
             handle._check_room(rows)
+    compile_for((handle.facts for handle in handles), place)
+    with registry.lock:
         return max(handle._bind(handle.backend, lambda _: rows).scratch.bytes.nbytes for handle in handles)
 
 

@@ -5,6 +5,7 @@ tensor_file     one safetensors file: header checked, tensors read by position
 checkpoint      a directory: config, index, tensors read when asked for
 experts         where the routed experts of a checkpoint are
 scheme          quantization_config to the QuantScheme of one MoE layer
+staging         blocks on their way from files to a GPU
 states          what flows between stages: ExpertTensors, State, Context
 quant_methods   one file per quantization tool: its config, its tensors
 layers          the quantized MoE layers of an open checkpoint, in order
@@ -23,6 +24,8 @@ store           source to packed checkpoint: repack_checkpoint
 verify          a packed checkpoint against its manifest and its source
 unpack          a packed checkpoint to its source again
 advice          what a TP x EP split makes of a layer
+rank_facts      what the op plans a rank's layer by, and its scratch memory
+build_kernels   the CUDA kernels that a checkpoint needs, compiled ahead
 inspect_report  what inspect finds
 inspect_packed  the same of a packed checkpoint
 inspect         inspect_checkpoint

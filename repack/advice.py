@@ -68,6 +68,8 @@ def split_report(facts: ExpertFacts, *, tp: int, ep: int) -> SplitReport:
     if problem is not None:
         return SplitReport(tp=tp, ep=ep, problem=problem, tp_sizes=tp_sizes, max_ep=facts.num_experts)
     intermediate, num_experts = facts.intermediate_size // tp, -(-facts.num_experts // ep)
+    if group_size is not None and group_size >= padded(intermediate):
+        group_size = None  # one group is one scale per column, as the layer says it
     one_expert = expert_bytes(facts, intermediate_size=intermediate, w2_group_size=group_size)
     return SplitReport(
         tp=tp,
@@ -77,7 +79,7 @@ def split_report(facts: ExpertFacts, *, tp: int, ep: int) -> SplitReport:
         intermediate_size=intermediate,
         padded_intermediate_size=padded(intermediate),
         w2_group_size=group_size,
-        regrouped=group_size != facts.w2.group_size,
+        regrouped=group_size not in (None, facts.w2.group_size),
         rank_bytes=num_experts * one_expert,
         tp_sizes=tp_sizes,
         max_ep=facts.num_experts,

@@ -1,10 +1,12 @@
 """Runs a pipeline block after block of experts under a byte budget, each result into its destination.
 
 Shapes are learnt first, by running the stages once on meta tensors; then the destination is allocated whole
-and every block's results are written into its slice. So the peak is the finished layer plus one block.
+and every block's results are written into its slice. So the peak is the finished layer plus one block. For a
+GPU the blocks are smaller, and `staging` reads some ahead while the stages run.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,10 +15,14 @@ import torch
 from ..kernels.layout import TILE_N
 from .errors import ExpertsError, PipelineError, ShardError, report
 from .pipeline import CHECKPOINT_FIELDS, Pipeline
+from .staging import Lane, hand_over, lane_count, make_lanes, read_ahead
 from .states import Context, ExpertFacts, ExpertTensors, State
 
 BLOCK_BYTES = 128 << 20
-"""Source bytes that one block holds by default."""
+"""Source bytes that the blocks in flight hold by default: one block, on a GPU several small ones."""
+
+LANE_SPARE_BYTES = 64 << 10
+"""Pinned memory of a lane beyond a block's bytes, so that every tensor can begin aligned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +88,24 @@ def run_blocks(
         for name, tensor in result.tensors()
     }
     destination.allocate(specs)
-    for block in blocks(experts, rank, block_bytes=block_bytes):
-        start, stop = block.start - rank.start, block.stop - rank.start
-        slots = destination.block(start, stop)
+    lanes, chosen = _lanes(pipeline, experts, rank, context, block_bytes)
+
+    def read(block: range, lane: Lane | None) -> tuple[State, list[str]]:
+        """A block in its first state, after the stage that reads files, and the problems found there."""
+        own = replace(context, staging=lane, problems=[])
         state = State(experts=block, facts=facts, fields={"expert_tensors": experts})
-        state = pipeline.run_block(state, replace(context, destination=slots))
-        _place(state, slots)
-        destination.commit(start, stop)
+        return pipeline.read_block(state, own), own.problems
+
+    with closing(read_ahead(chosen, read, lanes)) as states:
+        for state, problems in states:
+            context.problems.extend(problems)
+            if lanes:
+                hand_over(state.tensors(), context.device)
+            start, stop = state.experts.start - rank.start, state.experts.stop - rank.start
+            slots = destination.block(start, stop)
+            state = pipeline.finish_block(state, replace(context, destination=slots))
+            _place(state, slots)
+            destination.commit(start, stop)
     if context.problems:
         raise ExpertsError(report(facts.module, context.problems))
     return result.facts
@@ -135,15 +152,40 @@ def rank_experts(facts: ExpertFacts, context: Context) -> range:
 
 def blocks(experts: ExpertTensors, rank: range, *, block_bytes: int) -> Iterator[range]:
     """The rank's experts in blocks of at most `block_bytes` source bytes, at least one expert each."""
-    stem = f"{rank[0]}."
-    per_expert = sum(
-        torch.Size(shape).numel() * dtype.itemsize
-        for key, (dtype, shape) in experts.shapes.items()
-        if dtype is not None and key.startswith(stem)
-    )
-    size = max(1, block_bytes // max(1, per_expert))
+    size = max(1, block_bytes // max(1, expert_bytes(experts, rank[0])))
     for start in range(rank.start, rank.stop, size):
         yield range(start, min(start + size, rank.stop))
+
+
+def expert_bytes(experts: ExpertTensors, expert: int) -> int:
+    """Source bytes of one expert."""
+    return sum(
+        torch.Size(shape).numel() * dtype.itemsize
+        for key, (dtype, shape) in experts.shapes.items()
+        if dtype is not None and key.startswith(f"{expert}.")
+    )
+
+
+def lane_blocks(
+    experts: ExpertTensors, rank: range, device: torch.device, *, block_bytes: int
+) -> tuple[tuple[Lane, ...], list[range]]:
+    """Lanes to a device and blocks for them: all lanes, and as many results, hold `block_bytes` together.
+
+    On a CPU there are no lanes, and a block has it all.
+    """
+    share = block_bytes // max(1, 2 * lane_count(device))
+    chosen = list(blocks(experts, rank, block_bytes=share))
+    per_lane = len(chosen[0]) * expert_bytes(experts, rank[0]) + LANE_SPARE_BYTES
+    return make_lanes(device, per_lane), chosen
+
+
+def _lanes(
+    pipeline: Pipeline, experts: ExpertTensors, rank: range, context: Context, block_bytes: int
+) -> tuple[tuple[Lane, ...], list[range]]:
+    """Lanes where files are read for a GPU; tensors that are in memory already are taken block by block."""
+    if pipeline.reads_files and not experts.source.fills_any_device:
+        return lane_blocks(experts, rank, context.device, block_bytes=block_bytes)
+    return (), list(blocks(experts, rank, block_bytes=block_bytes))
 
 
 def _place(state: State, slots: Mapping[str, torch.Tensor]) -> None:

@@ -1,10 +1,12 @@
 """A layer's expert tensors against its scheme, from headers: nothing is inferred, all is checked."""
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
 
+from ..kernels.matrix import GROUP_SIZES
 from .checkpoint import shorten
 from .errors import ExpertsError, MarlinMoEWarning, report
 from .quant_methods.method import INDEX_DTYPES, SCALE_DTYPES, Field, QuantMethod
@@ -25,14 +27,7 @@ def expert_facts(experts: ExpertTensors, scheme: QuantScheme) -> ExpertFacts:
     if missing:
         raise ExpertsError(missing)
     spelling = experts.module.spelling
-    sizes = {
-        role: _sizes(experts, f"{experts.module.experts[0]}.{projection}", weights, method)
-        for role, projection, weights in (
-            ("up", spelling.up, scheme.w13),
-            ("down", spelling.down, scheme.w2),
-        )
-    }
-    intermediate, hidden = sizes["up"][0], sizes["down"][0]
+    hidden, intermediate = _sizes(experts, scheme, method)
     problems = list(_tensor_problems(experts, scheme, method, hidden=hidden, intermediate=intermediate))
     problems += _layout_problems(experts.name, scheme, hidden=hidden, intermediate=intermediate)
     problems += _disagreements(experts)
@@ -103,17 +98,39 @@ def _missing_experts(experts: ExpertTensors) -> str | None:
     )
 
 
-def _sizes(experts: ExpertTensors, stem: str, scheme: WeightScheme, method: QuantMethod) -> tuple[int, int]:
-    """(N, K) that one projection's packed words have room for."""
-    key = f"{stem}.{method.packed_field}"
-    if key not in experts.shapes:
-        raise ExpertsError(
-            f"{experts.full_name(key)}: expected in the checkpoint, got nothing. A shard is missing."
-        )
-    _, shape = experts.shapes[key]
-    if len(shape) != 2 or 0 in shape:
-        raise ExpertsError(f"{experts.full_name(key)}: expected packed words in two dimensions, got {shape}.")
-    return method.sizes(shape, bits=scheme.bits)
+def _sizes(experts: ExpertTensors, scheme: QuantScheme, method: QuantMethod) -> tuple[int, int]:
+    """(H, I) that the packed words have room for: what most experts say, so that a wrong one is named.
+
+    N of gate and up is I, N of down is H; K, which depends on bits, only decides where those are in doubt.
+    """
+    spelling = experts.module.spelling
+    rows: dict[str, Counter[int]] = {"hidden": Counter(), "intermediate": Counter()}
+    columns: dict[str, Counter[int]] = {"hidden": Counter(), "intermediate": Counter()}
+    for projection, weights, n_is, k_is in (
+        (spelling.gate, scheme.w13, "intermediate", "hidden"),
+        (spelling.up, scheme.w13, "intermediate", "hidden"),
+        (spelling.down, scheme.w2, "hidden", "intermediate"),
+    ):
+        for expert in experts.module.experts:
+            key = f"{expert}.{projection}.{method.packed_field}"
+            _, shape = experts.shapes.get(key, (None, ()))
+            if len(shape) == 2 and 0 not in shape:
+                n, k = method.sizes(shape, bits=weights.bits)
+                rows[n_is][n] += 1
+                columns[k_is][k] += 1
+            elif key in experts.shapes:
+                raise ExpertsError(
+                    f"{experts.label(key)}: expected packed words in two dimensions, got {shape}."
+                )
+            elif expert == experts.module.experts[0] and projection != spelling.gate:
+                raise ExpertsError(
+                    f"{experts.label(key)}: expected in the checkpoint, got nothing. A shard is missing."
+                )
+    hidden, intermediate = (
+        max(rows[name], key=lambda size: (rows[name][size], columns[name][size]))
+        for name in ("hidden", "intermediate")
+    )
+    return hidden, intermediate
 
 
 def _tensor_problems(
@@ -142,13 +159,13 @@ def _tensor_problems(
             ]
             wrong = [(key, problem) for key, problem in zip(present, found, strict=True) if problem]
             if wrong:
-                others = shorten([key for key, _ in wrong[1:]])
+                others = shorten(_stored(experts, [key for key, _ in wrong[1:]], wrong[0][0]))
                 yield wrong[0][1] + (f" Wrong too: {others}." if others else "")
     if missing:
         yield (
             f"{experts.name}: expected {len(missing)} tensors more, because every expert is "
-            f"{where[spelling.gate]}, got none of {shorten(missing)}. A shard is missing, or the config is "
-            "of another checkpoint."
+            f"{where[spelling.gate]}, got none of {shorten(_stored(experts, missing))}. A shard is missing, "
+            "or the config is of another checkpoint."
         )
     left_over = [key for key in experts.shapes if key not in wanted]
     if left_over:
@@ -165,18 +182,37 @@ def _field_problem(
     n, k = size
     if shape != field.shape:
         return (
-            f"{experts.full_name(key)}: expected {field.shape} because N={n}, K={k} and the weights are "
-            f"{where}, got {shape}. The checkpoint and its config disagree."
+            f"{experts.label(key)}: expected {field.shape} because N={n}, K={k} and the weights are "
+            f"{where}, got {shape}. The checkpoint and its config disagree.{_fitting_groups(field, shape, k)}"
         )
     if dtype not in field.dtypes:
         names = " or ".join(dtype_name(d) for d in field.dtypes)
-        return f"{experts.full_name(key)}: expected {names}, got {dtype_name(dtype)}."
+        return (
+            f"{experts.label(key)}: expected {names}, got {dtype_name(dtype)}, although the weights "
+            f"are {where}. The file is altered, or the config is of another checkpoint."
+        )
     if field.name == "weight_shape" and tuple(found := experts.read(key).tolist()) != size:
         return (
             f"{experts.full_name(key)}: expected {[n, k]} as the packed words have, got {found}. One of them "
             "is of another checkpoint."
         )
     return None
+
+
+def _fitting_groups(field: Field, shape: tuple[int, ...], size_k: int) -> str:
+    """Which group size scales of another number of groups are for."""
+    groups = set(shape) - set(field.shape)
+    if field.becomes != "weight_scale" or len(shape) != 2 or len(groups) != 1:
+        return ""
+    size, rest = divmod(size_k, max(1, groups.pop()))
+    return f" These scales fit group_size {size}." if size in GROUP_SIZES and not rest else ""
+
+
+def _stored(experts: ExpertTensors, keys: list[str], but: str = "") -> list[str]:
+    """Keys as the checkpoint has them, each once; without the one that holds `but`."""
+    stored = dict.fromkeys(map(experts.stored_key, keys))
+    stored.pop(experts.stored_key(but), None)
+    return list(stored)
 
 
 def _layout_problems(module: str, scheme: QuantScheme, *, hidden: int, intermediate: int) -> Iterator[str]:
@@ -202,18 +238,30 @@ def _disagreements(experts: ExpertTensors) -> Iterator[str]:
         found.setdefault(key.rpartition(".")[2], {})[key] = dtype
     for fields, allowed in (((*SCALE_FIELDS, "bias"), SCALE_DTYPES), (ORDER_FIELDS, INDEX_DTYPES)):
         for field in fields:
-            dtypes = set(found.get(field, {}).values()) & set(allowed)
-            if len(dtypes) > 1:
-                names = ", ".join(sorted(map(dtype_name, dtypes)))
-                yield f"{experts.name}: expected {field} of one dtype in all its projections, got {names}."
+            holders_of: dict[torch.dtype, list[str]] = {}
+            for key, dtype in found.get(field, {}).items():
+                if dtype is not None and dtype in allowed:
+                    holders_of.setdefault(dtype, []).append(key)
+            if len(holders_of) > 1:
+                listed = (
+                    f"{dtype_name(dtype)} ({shorten(_stored(experts, keys), 3)})"
+                    for dtype, keys in sorted(holders_of.items(), key=lambda item: len(item[1]))
+                )
+                yield (
+                    f"{experts.name}: expected {field} of one dtype in all its projections, because they are "
+                    f"stacked, got {' and '.join(listed)}. One of them is of another checkpoint."
+                )
     for field, projections in (
         ("bias", spelling.projections),
         *((field, (spelling.gate, spelling.up)) for field in ORDER_FIELDS),
         *((field, (spelling.down,)) for field in ORDER_FIELDS),
     ):
-        holders = [key for key in found.get(field, {}) if key.split(".")[1] in projections]
-        if holders and len(holders) != count * len(projections):
+        holders = [key for key in found.get(field, {}) if key.split(".")[1:2] in [[p] for p in projections]]
+        every = [f"{e}.{projection}.{field}" for e in experts.module.experts for projection in projections]
+        if holders and len(holders) != len(every):
+            absent = _stored(experts, [key for key in every if key not in experts.shapes])
             yield (
-                f"{experts.name}: expected {field} on all {count * len(projections)} projections "
-                f"({', '.join(projections)} of {count} experts) or on none, got it on {len(holders)}."
+                f"{experts.name}: expected {field} on all {len(every)} projections "
+                f"({', '.join(projections)} of {count} experts; it is missing on {shorten(absent)}) or on "
+                f"none, got it on {len(holders)}."
             )

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -102,15 +102,15 @@ class Checkpoint:
     def num_experts(self) -> set[int]:
         """Routed experts of a layer, as the config names them; empty where it does not."""
         keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-        found = {self.text_config.get(key) for key in keys}
-        return {value for value in found if isinstance(value, int) and value > 0}
+        found = [self.text_config.get(key) for key in keys]
+        return {value for value in found if _is_count(value)}
 
     @property
     def top_k(self) -> int | None:
         """Experts per token as the config names it, or None."""
         for key in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k"):
             value = self.text_config.get(key)
-            if isinstance(value, int) and value > 0:
+            if _is_count(value):
                 return value
         return None
 
@@ -200,13 +200,17 @@ class Checkpoint:
         return problems
 
 
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; CheckpointError when it is missing or no object."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path}: expected a readable JSON file, got {error.strerror}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected JSON, got text that is none: {error}.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}.")

@@ -3,7 +3,7 @@
 Reads headers, and of the scales enough to tell a dead expert. An error of one layer does not hide the others.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -13,7 +13,9 @@ from .advice import split_report
 from .check import SCALE_FIELDS, expert_facts
 from .checkpoint import Checkpoint, shorten
 from .errors import CheckpointError, ExpertsError, MarlinMoEError
-from .experts.find import NUMBERED_KEY, ExpertsModule, find_experts, natural
+from .experts.find import NUMBERED_KEY, ExpertsModule, below, find_experts, natural
+from .experts.fused import HasShape, split_key
+from .experts.fused_source import FusedSource
 from .inspect_packed import inspect_packed
 from .inspect_report import (
     InspectReport,
@@ -26,10 +28,9 @@ from .inspect_report import (
 from .layers import layer_source
 from .packed.names import is_packed
 from .states import ExpertTensors
-from .tensor_file import tensor_bytes
 
 SAMPLE_BYTES = 4096
-"""Of each scale tensor; it is read whole only where these are all zero."""
+"""Of each projection's scales; they are read whole only where these are all zero."""
 
 
 def inspect_checkpoint(
@@ -61,10 +62,10 @@ def inspect_checkpoint(
                 refused.append(found)
         refused.sort(key=lambda layer: natural(layer.module))
         experts = {
-            f"{module.name}.{key}" if module.name else key
+            f"{module.name}.{key}"
             for module in modules.values()
             if module.quantized
-            for key in module.keys
+            for key in below(module.name, checkpoint.tensors)
         }
         carried = [entry for name, entry in checkpoint.tensors.items() if name not in experts]
         return InspectReport(
@@ -84,16 +85,17 @@ def inspect_checkpoint(
         )
 
 
-def _experts_modules(names: Iterable[str]) -> tuple[dict[str, ExpertsModule], list[RefusedLayer]]:
-    """Every experts module, and those of unknown spelling, one by one."""
+def _experts_modules(
+    tensors: Mapping[str, HasShape],
+) -> tuple[dict[str, ExpertsModule], list[RefusedLayer]]:
+    """Every experts module, and those of unknown spelling or shapes, one by one."""
     try:
-        return find_experts(names), []
+        return find_experts(tensors), []
     except ExpertsError:
         pass  # some module is refused: look at each alone, so that the others are seen
-    by_module: dict[str, list[str]] = {}
-    for name in names:
-        match = NUMBERED_KEY.fullmatch(name)
-        by_module.setdefault((match["module"] or "") if match else "", []).append(name)
+    by_module: dict[str, dict[str, HasShape]] = {}
+    for name, tensor in tensors.items():
+        by_module.setdefault(_module_of(name), {})[name] = tensor
     modules: dict[str, ExpertsModule] = {}
     refused = []
     for module, members in sorted(by_module.items(), key=lambda item: natural(item[0])):
@@ -102,6 +104,17 @@ def _experts_modules(names: Iterable[str]) -> tuple[dict[str, ExpertsModule], li
         except ExpertsError as error:
             refused.append(_refused(module, error))
     return modules, refused
+
+
+def _module_of(name: str) -> str:
+    """The module that would hold this tensor, were it an expert's, numbered or 3-D."""
+    if match := NUMBERED_KEY.fullmatch(name):
+        return match["module"] or ""
+    parent, _, last = name.rpartition(".")
+    above, _, projection = parent.rpartition(".")
+    if split_key(f"{projection}.{last}") is not None:  # gate_up_proj.weight_packed
+        return above
+    return parent if split_key(last) is not None else ""  # gate_up_proj_packed
 
 
 def _layer(checkpoint: Checkpoint, module: ExpertsModule, *, tp: int, ep: int) -> LayerReport | RefusedLayer:
@@ -117,12 +130,15 @@ def _layer(checkpoint: Checkpoint, module: ExpertsModule, *, tp: int, ep: int) -
             f"{shorten(not_finite)}. Calibration never reached them; quantize again with more data."
         )
         return RefusedLayer(module=module.name, problems=(problem,))
-    entries = [checkpoint.tensors[experts.full_name(key)] for key in experts.shapes]
+    entries = [checkpoint.tensors[experts.full_name(key)] for key in below(module.name, checkpoint.tensors)]
     return layer_report(
         facts,
+        source.scheme,
+        fused=module.fused is not None,
         source_bytes=sum(entry.nbytes for entry in entries),
         dead_projections=tuple(zero),
         split=split_report(facts, tp=tp, ep=ep),
+        top_k=checkpoint.top_k,
     )
 
 
@@ -142,18 +158,26 @@ def _bad_scales(checkpoint: Checkpoint, experts: ExpertTensors) -> tuple[list[st
     for key in experts.shapes:
         if not key.endswith(SCALE_FIELDS):
             continue
-        name = experts.full_name(key)
-        entry = checkpoint.tensors[name]
-        sample = torch.empty(
-            min(entry.nbytes, SAMPLE_BYTES) // entry.torch_dtype.itemsize, dtype=entry.torch_dtype
-        )
-        file = checkpoint.files[entry.file]
-        file.read_bytes(entry.offset_bytes, tensor_bytes(sample), what=name)
+        sample, name = _sample(checkpoint, experts, key), experts.full_name(key)
         if not torch.isfinite(sample).all():
             not_finite.append(name.rpartition(".")[0])
-        elif not sample.any() and not checkpoint.read(name).any():
+        elif not sample.any() and not experts.read(key).any():
             zero.append(name.rpartition(".")[0])
     return zero, not_finite
+
+
+def _sample(checkpoint: Checkpoint, experts: ExpertTensors, key: str) -> torch.Tensor:
+    """The first values that lie together of one projection's scales."""
+    dtype, shape = experts.shapes[key]
+    if dtype is None:
+        raise ExpertsError(f"{experts.full_name(key)}: expected scales of a dtype that is known.")
+    name, start, count = experts.full_name(key), 0, torch.Size(shape).numel()
+    if isinstance(experts.source, FusedSource):
+        tensor, expert, role = experts.source.find(key)
+        name, (start, count) = experts.full_name(tensor.key), tensor.stretch(expert, role)
+    sample = torch.empty(min(count, SAMPLE_BYTES // dtype.itemsize), dtype=dtype)
+    checkpoint.read_part_into(name, start, sample)
+    return sample
 
 
 def _quant_method(checkpoint: Checkpoint) -> str | None:

@@ -30,9 +30,12 @@ def inspect_packed(path: Path, *, tp: int, ep: int) -> InspectReport:
             layers.append(
                 layer_report(
                     layer.facts,
+                    layer.scheme,
+                    fused=layer.fused is not None,
                     source_bytes=sum(own),
                     dead_projections=tuple(_dead_projections(layer)),
                     split=split_report(layer.facts, tp=tp, ep=ep),
+                    top_k=opened.checkpoint.top_k,
                 )
             )
         plain = [module for module in find_experts(carried).values() if not module.quantized]

@@ -7,10 +7,15 @@ from typing import Any
 from .advice import SplitReport, expert_bytes, padded
 from .checkpoint import Checkpoint, shorten
 from .experts.find import ExpertsModule
+from .rank_facts import workspace_bytes
+from .scheme import QuantScheme
 from .states import ExpertFacts, MatrixFacts, dtype_name
 
 VLLM_HIDDEN_MULTIPLE = 128
 """What vLLM's Marlin MoE kernel asks of the hidden size; this op asks for 64."""
+
+MAX_TOKENS = 8192
+"""Tokens of a pass that scratch memory is planned for: the default of `load_layers`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +27,17 @@ class LayerReport:
         num_experts, hidden_size, intermediate_size: E, H, I.
         padded_intermediate_size: I as the Marlin layout holds it, a multiple of 64.
         w13, w2: bits, group size (None is one scale per column), symmetry, act-order.
+        w13_source_bits, w2_source_bits: bits in the source: fewer where a matrix is widened, exactly, because
+            they do not hold a zero point.
+        quant_method: whose tensors the source has.
+        fused: the source holds all experts in one 3-D tensor per projection; else they are numbered.
         scales_dtype: in safetensors' spelling: BF16, F16, F32.
         biased: the projections have a bias.
         source_bytes, packed_bytes: of the experts now, and in the Marlin layout with padding.
         dead_projections: projections whose scales are all zero: calibration never reached them.
         split: what the TP x EP split asked for makes of it.
+        workspace_bytes: backend -> scratch of the rank that needs most, for 8192 tokens with the config's
+            top_k; a device's layers share the largest. Empty where the config names no top_k, or no split.
     """
 
     module: str
@@ -36,12 +47,17 @@ class LayerReport:
     padded_intermediate_size: int
     w13: MatrixFacts
     w2: MatrixFacts
+    w13_source_bits: int
+    w2_source_bits: int
+    quant_method: str
+    fused: bool
     scales_dtype: str
     biased: bool
     source_bytes: int
     packed_bytes: int
     dead_projections: tuple[str, ...]
     split: SplitReport
+    workspace_bytes: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +85,7 @@ class InspectReport:
     Attributes:
         path: the directory.
         packed: it is a packed checkpoint, else a source.
-        quant_method: of the source: `compressed-tensors`; None where the config has none.
+        quant_method: of the source: `compressed-tensors`, `gptq`, `awq`; None where the config has none.
         num_files, total_bytes: safetensors files and the bytes of their tensors.
         layers: can be repacked, or are packed.
         refused: packed experts that cannot.
@@ -105,9 +121,16 @@ class InspectReport:
 
 
 def layer_report(
-    facts: ExpertFacts, *, source_bytes: int, dead_projections: tuple[str, ...], split: SplitReport
+    facts: ExpertFacts,
+    scheme: QuantScheme,
+    *,
+    fused: bool,
+    source_bytes: int,
+    dead_projections: tuple[str, ...],
+    split: SplitReport,
+    top_k: int | None,
 ) -> LayerReport:
-    """The report of a layer of these source facts."""
+    """The report of a layer of these source facts and this scheme; `top_k` as the config names it."""
     intermediate, group_size = facts.intermediate_size, facts.w2.group_size
     one = expert_bytes(facts, intermediate_size=intermediate, w2_group_size=group_size)
     return LayerReport(
@@ -118,12 +141,21 @@ def layer_report(
         padded_intermediate_size=padded(intermediate),
         w13=facts.w13,
         w2=facts.w2,
+        w13_source_bits=scheme.w13.bits,
+        w2_source_bits=scheme.w2.bits,
+        quant_method=scheme.quant_method,
+        fused=fused,
         scales_dtype=dtype_name(facts.scales_dtype),
         biased=facts.biased,
         source_bytes=source_bytes,
         packed_bytes=facts.num_experts * one,
         dead_projections=dead_projections,
         split=split,
+        workspace_bytes=(
+            workspace_bytes(facts, tp=split.tp, ep=split.ep, rows=MAX_TOKENS * top_k)
+            if split.fits and top_k is not None
+            else {}
+        ),
     )
 
 

@@ -36,7 +36,7 @@ def moe_layers(checkpoint: Checkpoint, *, only: Iterable[str] | None = None) -> 
         raise ExpertsError(
             f"{checkpoint.path}: expected routed experts with packed weights "
             f"(…experts.<n>.gate_proj.weight_packed or alike), got none among {len(checkpoint.tensors)} "
-            "tensors. This is no WNA16 MoE checkpoint."
+            f"tensors of {shorten(list(checkpoint.files))}. This is no WNA16 MoE checkpoint."
         )
     names = list(modules) if only is None else list(only)
     unknown = [name for name in names if name not in modules]
@@ -51,11 +51,17 @@ def moe_layers(checkpoint: Checkpoint, *, only: Iterable[str] | None = None) -> 
 
 def layer_source(checkpoint: Checkpoint, config: Mapping[str, Any], module: ExpertsModule) -> MoELayerSource:
     """One MoE layer of a checkpoint whose quantization config is `config`; raises as `moe_layers` does."""
+    _refuse_interleaved(checkpoint, module)
     count, named = len(module.experts), checkpoint.num_experts
     if named and count not in named and module.experts[-1] == count - 1:  # gaps are named by `check`
         raise ExpertsError(
             f"{module.name}: expected {' or '.join(map(str, sorted(named)))} experts, which config.json says "
             f"(num_experts or alike), got {count}. A shard is missing, or the config is of another one."
+        )
+    if checkpoint.top_k is not None and checkpoint.top_k > module.experts[-1] + 1:
+        raise ExpertsError(
+            f"{module.name}: expected at most {count} experts per token, because the layer has no more, got "
+            f"{checkpoint.top_k} in config.json (num_experts_per_tok or alike). Correct the config."
         )
     scheme = next(
         (s for names in linears(module) if (s := QuantScheme.find(config, module.name, linears=names))), None
@@ -69,6 +75,22 @@ def layer_source(checkpoint: Checkpoint, config: Mapping[str, Any], module: Expe
     return MoELayerSource(
         name=module.name, scheme=scheme, experts=ExpertTensors.from_checkpoint(checkpoint, module)
     )
+
+
+INTERLEAVED = ("gpt_oss",)
+"""Model types whose fused gate_up_proj holds gate and up in turns, row by row, not one after the other."""
+
+
+def _refuse_interleaved(checkpoint: Checkpoint, module: ExpertsModule) -> None:
+    """Raise where nothing but the model's type tells that gate and up are not side by side."""
+    tensors = module.fused.tensors.values() if module.fused is not None else ()
+    joined = [tensor.key for tensor in tensors if tensor.roles == ("gate", "up")]
+    model = checkpoint.text_config.get("model_type")
+    if joined and model in INTERLEAVED:
+        raise ExpertsError(
+            f"{module.name}.{joined[0]}: expected gate's rows before up's, got a checkpoint of model_type "
+            f"{model}, which interleaves them. Save the experts as numbered ones (experts.0.gate_proj …)."
+        )
 
 
 def linears(module: ExpertsModule) -> Iterator[Linears]:

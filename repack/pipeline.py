@@ -109,10 +109,23 @@ class Pipeline:
 
     def run_block(self, state: State, context: Context) -> State:
         """All stages that work on a block of experts."""
-        for item in self.stages:
+        return self.finish_block(self.read_block(state, context), context)
+
+    def read_block(self, state: State, context: Context) -> State:
+        """The first stage, where it is one that reads files."""
+        return _run(self.stages[0], state, context) if self.reads_files else state
+
+    def finish_block(self, state: State, context: Context) -> State:
+        """The stages that work on a block of experts, after `read_block`."""
+        for item in self.stages[int(self.reads_files) :]:
             if not item.whole_layer:
                 state = _run(item, state, context)
         return state
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether the first stage reads files."""
+        return bool(self.stages) and self.stages[0].reads_files
 
     def run_layer(self, state: State, context: Context) -> State:
         """The stages that work on the whole layer, once all blocks are in their destination."""

@@ -10,10 +10,14 @@ from typing import Any, TypeAlias
 from ..kernels.layout import BITS
 from ..kernels.matrix import GROUP_SIZES
 from .errors import SchemeError
-from .experts.spellings import NUMBERED
+from .experts.spellings import COMMON
 
 Linears: TypeAlias = Mapping[str, tuple[str, ...]]
 """Role (gate, up, down) -> the full module names of those linears, one per expert."""
+
+
+class PartlyQuantizedError(SchemeError):
+    """A config that quantizes some projections of a layer's experts and leaves others out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +86,7 @@ class QuantScheme:
             quantization_config: as in `config.json`.
             module: e.g. `model.layers.3.mlp.experts`.
             linears: full names of the experts' gate, up and down linears; by default expert 0 under
-                each known spelling, which have to agree.
+                each common spelling, which have to agree.
 
         Raises:
             SchemeError: a config that cannot be read, names no scheme for the experts, differs between
@@ -113,10 +117,15 @@ class QuantScheme:
         if linears is not None:
             return method.find_scheme(quantization_config, module, linears)
         found: list[QuantScheme | None] = []
-        for spelling in NUMBERED:
+        partly: PartlyQuantizedError | None = None  # a spelling may share names with the model's own
+        for spelling in COMMON:
             roles = zip(("gate", "up", "down"), spelling.projections, strict=True)
             guess = {role: (f"{module}.0.{projection}",) for role, projection in roles}
-            scheme = method.find_scheme(quantization_config, module, guess)
+            try:
+                scheme = method.find_scheme(quantization_config, module, guess)
+            except PartlyQuantizedError as error:
+                partly = partly or error
+                continue
             if scheme not in found:
                 found.append(scheme)
         chosen = [scheme for scheme in found if scheme is not None]
@@ -125,6 +134,8 @@ class QuantScheme:
                 f"{module}: expected one scheme for its experts whatever their projections are called, got "
                 f"{'; '.join(str(s) for s in chosen)}. Pass linears= with the experts' own names."
             )
+        if not chosen and partly is not None:
+            raise partly
         return chosen[0] if chosen else None
 
     def __str__(self) -> str:
@@ -147,7 +158,7 @@ def combine(
     if len(plain) == len(every):
         return None
     if plain:
-        raise SchemeError(
+        raise PartlyQuantizedError(
             f"{module}: expected all its experts to be quantized, because one Marlin layer holds one format, "
             f"got {len(plain)} of {len(every)} projections left out by quantization_config, {plain[0]} first."
         )

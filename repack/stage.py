@@ -22,6 +22,8 @@ class Stage:
         drops: fields that are gone afterwards.
         after: names of stages that, where the pipeline has them, come before this one.
         whole_layer: it runs once, on all experts in their destination, after the last block.
+        reads_files: a first stage that reads what the others work on. For a GPU it runs ahead of them, on
+            another thread and stream; its state and context are then all that it may touch.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Stage:
     drops: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     whole_layer: bool = False
+    reads_files: bool = False
 
     def __call__(self, state: State, context: Context) -> State:
         """The next state."""
@@ -49,6 +52,7 @@ def stage(
     drops: tuple[str, ...] = (),
     after: tuple[str, ...] = (),
     whole_layer: bool = False,
+    reads_files: bool = False,
 ) -> Callable[[StageFunction], Stage]:
     """Make a `Stage` of a function `(state, context) -> state`; its name is the function's unless given.
 
@@ -71,6 +75,7 @@ def stage(
             drops=drops,
             after=after,
             whole_layer=whole_layer,
+            reads_files=reads_files,
         )
 
     return make

@@ -15,6 +15,7 @@ from .checkpoint import Checkpoint
 from .errors import ExpertsError, PipelineError
 from .experts.find import ExpertsModule, below, find_experts
 from .experts.fused_source import FusedSource
+from .staging import Lane
 from .tensor_file import DTYPE_NAMES, DTYPES
 
 Shapes: TypeAlias = Mapping[str, tuple[torch.dtype | None, tuple[int, ...]]]
@@ -47,11 +48,13 @@ class ExpertTensors:
     source: TensorSource
 
     @classmethod
-    def from_mapping(cls, tensors: Mapping[str, torch.Tensor], *, module: str = "experts") -> "ExpertTensors":
+    def from_mapping(
+        cls, tensors: Mapping[str, torch.Tensor] | Any, *, module: str = "experts"
+    ) -> "ExpertTensors":
         """Experts of tensors by their names below the module, e.g. `{"7.gate_proj.weight_packed": …}`."""
         if not isinstance(tensors, Mapping):
-            found = type(tensors).__name__
-            raise TypeError(f"experts: expected a mapping of names to tensors or ExpertTensors, got {found}.")
+            kind = type(tensors).__name__
+            raise TypeError(f"experts: expected a mapping of names to tensors or ExpertTensors, got {kind}.")
         for name, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{module}.{name}: expected a torch.Tensor, got {type(tensor).__name__}.")
@@ -104,6 +107,23 @@ class ExpertTensors:
     def full_name(self, key: str) -> str:
         """The name in the checkpoint of a key below the module."""
         return f"{self.name}.{key}" if self.name else key
+
+    def stored_key(self, key: str) -> str:
+        """The key below the module of the tensor that holds `key`: another one where experts are fused."""
+        expert, _, rest = key.partition(".")
+        projection, _, field = rest.partition(".")
+        role = {name: role for role, name in self.module.spelling.roles}.get(projection)
+        if self.module.fused is None or role is None or not expert.isdigit():
+            return key
+        return self.module.fused.key_of(role, field)
+
+    def label(self, key: str) -> str:
+        """A key for messages: the tensor's name in the checkpoint, and the part of it where that is fused."""
+        stored = self.stored_key(key)
+        if stored == key:
+            return self.full_name(key)
+        expert, projection, _ = key.split(".")
+        return f"{self.full_name(stored)} (expert {expert}, {projection})"
 
     def read_into(self, key: str, out: torch.Tensor) -> None:
         """Fill `out` (CPU, contiguous) with the tensor at `key` below the module."""
@@ -242,6 +262,8 @@ class Context:
         problems: collected over all blocks and raised together as one error at the end of the layer.
         allow_dead_experts: accept a projection whose scales are all zero.
         top_k, max_tokens: for the workspace.
+        staging: where a stage that reads files reads them before they are copied to the device; None where
+            it reads into memory of its own.
     """
 
     device: torch.device
@@ -254,6 +276,7 @@ class Context:
     allow_dead_experts: bool = False
     top_k: int | None = None
     max_tokens: int = 8192
+    staging: Lane | None = None
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:

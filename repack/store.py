@@ -41,7 +41,7 @@ class RepackReport:
         carried_tensors: tensors that are no routed experts.
         carried_files: companions copied: tokenizer, code, ….
         left_out: files of the source that were not copied: other weights, links to folders.
-        native_path: what repacked the weights: the C loop or torch operations.
+        native_path: what repacked the weights: the C loop, the CUDA kernel or torch operations.
         warnings: what was said.
     """
 
@@ -86,7 +86,7 @@ def repack_checkpoint(
         device: where the stages run; the bytes are the same everywhere.
         allow_dead_experts: accept a projection whose scales are all zero.
         follow_links: follow links that lead out of the source's directory.
-        block_bytes: source bytes that one block of experts holds.
+        block_bytes: source bytes that the blocks of experts in flight hold; on a GPU also the pinned memory.
         progress: follows the bytes written.
 
     Raises:

@@ -70,7 +70,8 @@ class TensorFile:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise CheckpointError(
-                f"{path}: expected a readable safetensors file, got {error.strerror}."
+                f"{path}: expected a readable safetensors file, got {error.strerror}. It is part of the "
+                "checkpoint; fetch it again."
             ) from error
         try:
             self.size_bytes = os.fstat(self._fd).st_size
@@ -174,6 +175,11 @@ def _read_header(fd: int, path: Path, size_bytes: int) -> tuple[int, dict[str, A
         with safe_open(path, framework="pt"):
             pass
     except (SafetensorError, OSError, ValueError) as error:
+        if path.is_file() and b"git-lfs" in os.pread(fd, 64, 0):
+            raise CheckpointError(
+                f"{path}: expected a safetensors file, got a Git LFS pointer of {size_bytes} bytes, which "
+                "safetensors refuses. Fetch the file that it stands for: git lfs pull."
+            ) from error
         raise CheckpointError(
             f"{path}: expected a complete safetensors file, got {size_bytes} bytes that safetensors refuses: "
             f"{error}. The file is cut short, altered or of another format; fetch it again."

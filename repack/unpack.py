@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from .blocks import BLOCK_BYTES
-from .checkpoint import CONFIG, INDEX
+from .checkpoint import CONFIG, INDEX, shorten
+from .errors import PackedError
 from .packed.companions import copy_file, write_content
 from .packed.durable import COPY_BYTES, digest
 from .packed.journal import Journal, refuse_nested
-from .packed.names import SOURCE_CONFIG, VERSION
+from .packed.names import SOURCE_CONFIG, SOURCE_FILES, VERSION
 from .packed.reader import PackedCheckpoint
 from .packed.records import LayerRecord
 from .packed.rest_files import read_tensor
-from .packed.restore import check_restorable, expert_of, restored_blocks
+from .packed.restore import restored_blocks
 from .packed.source import SourceLayout
+from .packed.source_tensors import parts_of
 from .packed.tensor_writer import FilePlan, TensorWriter
 from .progress import NoProgress, Progress
 from .tensor_file import TensorEntry, tensor_bytes
@@ -61,6 +63,8 @@ def unpack_checkpoint(
 ) -> UnpackReport:
     """Write the source of a packed checkpoint again: the same files with the same bytes.
 
+    So also GPTQ's and AWQ's, and 3-D experts; a matrix that was widened to 8 bits is narrowed again.
+
     All hashes are checked first, so a damaged packed checkpoint gives nothing. Written as `repack` writes:
     file by file, each whole or absent, `config.json` last; a stopped run resumes.
 
@@ -79,8 +83,6 @@ def unpack_checkpoint(
     path, destination = Path(packed), Path(dst)
     refuse_nested(path, destination)
     with PackedCheckpoint(path) as opened:
-        for layer in opened.manifest.layers:
-            check_restorable(layer)
         run = _Run(
             packed=opened,
             layout=SourceLayout.read(path, opened.manifest.source),
@@ -184,14 +186,18 @@ class _Run:
         return found
 
     def _write_experts(self, writer: TensorWriter, layer: LayerRecord, entries: list[TensorEntry]) -> None:
-        of_expert: dict[int, list[TensorEntry]] = {}
-        for entry in entries:
-            of_expert.setdefault(expert_of(layer, entry.name), []).append(entry)
+        """All experts, one after another: a tensor that holds them all grows expert by expert."""
+        of_expert, strange = parts_of(layer, entries)
+        if strange:
+            raise PackedError(
+                f"{self.packed.path / SOURCE_FILES}: expected below {layer.module} the tensors of its "
+                f"experts alone, got {shorten([entry.name for entry in strange])}. Repack the source again."
+            )
         for restored in restored_blocks(self.packed, layer, of_expert, block_bytes=self.block_bytes):
             for expert in restored.block:
-                for entry in of_expert[expert]:
-                    tensor = restored.tensor(entry)
-                    writer.append(entry.name, tensor_bytes(tensor))
+                for part in of_expert[expert]:
+                    tensor = restored.tensor(part)
+                    writer.append(part.entry.name, tensor_bytes(tensor))
                     self.progress.advance(tensor.nbytes, writer.plan.name)
 
 

@@ -80,13 +80,18 @@ def verify_checkpoint(
 
     Raises:
         PackedError: no packed checkpoint, an interrupted one, or one of another version.
-        CheckpointError: `src` is no checkpoint.
+        CheckpointError: `src` is no checkpoint, or a packed one (PackedError).
     """
     started = time.monotonic()
     path = Path(packed)
     if not is_packed(path):
         raise PackedError(
             f"{path}: expected a packed checkpoint with {MANIFEST}, got none. Repack the source first."
+        )
+    if src is not None and is_packed(src):
+        raise PackedError(
+            f"{src}: expected the source checkpoint that {path} was packed from, got one that is packed "
+            "itself. Name the source, or leave it out to check the hashes alone."
         )
     manifest = Manifest.read(path)
     source = None if src is None else Checkpoint(src, follow_links=follow_links)

@@ -7,7 +7,7 @@ seen as if its experts were numbered.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import ExpertsError, report
@@ -39,14 +39,20 @@ class ExpertsModule:
 
     @property
     def quantized(self) -> bool:
-        """Whether any projection has packed words; plain weights are carried over untouched."""
-        return bool(self.fields & PACKED_FIELDS)
+        """Whether any projection has packed words, or what goes with them; plain weights are carried over."""
+        return bool(self.fields & PACKED_FIELDS) or (
+            "weight" not in self.fields and bool(self.fields & COMPANION_FIELDS)
+        )
 
 
 VIEWED = NUMBERED[0]
 """The names under which fused experts are seen."""
 
 PACKED_FIELDS = frozenset({"weight_packed", "qweight"})
+COMPANION_FIELDS = frozenset(
+    {"weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "scales", "qzeros", "g_idx"}
+)
+"""What stands beside packed words: where it stands alone, they are missing."""
 
 
 def find_experts(tensors: Iterable[str] | Mapping[str, HasShape]) -> dict[str, ExpertsModule]:
@@ -71,7 +77,8 @@ def find_experts(tensors: Iterable[str] | Mapping[str, HasShape]) -> dict[str, E
         spelling = next((s for s in NUMBERED if set(s.projections) <= projections), None)
         if spelling is None:
             if is_called_experts(module) and PACKED_FIELDS & {match["field"] for match in matches}:
-                problems.append(unknown_spelling(module, projections))
+                names = [match.string for match in matches]
+                problems.append(unknown_spelling(module, projections, names))
             continue
         start = len(module) + 1 if module else 0
         modules[module] = ExpertsModule(
@@ -82,24 +89,34 @@ def find_experts(tensors: Iterable[str] | Mapping[str, HasShape]) -> dict[str, E
             fields=frozenset(match["field"] for match in matches),
         )
     if isinstance(tensors, Mapping):
-        for module, fused in _find_fused(tensors, problems).items():
+        for module, fused in _find_fused(tensors, problems, numbered=modules).items():
             modules.setdefault(module, fused)
     if problems:
         raise ExpertsError(report("experts", problems))
     return dict(sorted(modules.items(), key=lambda item: natural(item[0])))
 
 
-def _find_fused(tensors: Mapping[str, HasShape], problems: list[str]) -> dict[str, ExpertsModule]:
+def _find_fused(
+    tensors: Mapping[str, HasShape], problems: list[str], *, numbered: Iterable[str]
+) -> dict[str, ExpertsModule]:
     """Modules with 3-D tensors of packed words; what is wrong with one is added to the problems."""
-    candidates = set()
+    candidates: set[str] = set()
+    scaled: set[str] = set()
     for name, tensor in tensors.items():
         parent, _, last = name.rpartition(".")
-        if len(tensor.shape) == 3 and last == "weight_packed":
-            candidates.add(parent.rpartition(".")[0])
-        elif len(tensor.shape) == 3 and last.endswith("_packed"):
-            candidates.add(parent)
+        if len(tensor.shape) == 3 and last.endswith(("_packed", "_scale")):
+            module = parent.rpartition(".")[0] if last.startswith("weight_") else parent
+            (candidates if last.endswith("_packed") else scaled).add(module)
+    problems += [
+        text
+        for module in sorted(scaled - candidates)
+        if (text := _without_packed(module, tensors)) is not None
+    ]
     found = {}
-    for module in candidates:
+    for module in sorted(candidates):
+        parent, _, number = module.rpartition(".")
+        if number.isdigit() and parent in numbered:  # one expert's matrix of a wrong shape: `check` says so
+            continue
         shapes = {key: tuple(tensors[f"{module}.{key}"].shape) for key in below(module, tensors)}
         own = {key: shape for key, shape in shapes.items() if split_key(key) is not None}
         try:
@@ -109,9 +126,22 @@ def _find_fused(tensors: Mapping[str, HasShape], problems: list[str]) -> dict[st
             continue
         if layout is not None:
             found[module] = fused_module(module, layout)
-        elif is_called_experts(module):
-            problems.append(unknown_spelling(module, {split[0] for key in own if (split := split_key(key))}))
+        else:  # 3-D packed words are experts, whatever the module is called
+            seen = {split[0] for key in own if (split := split_key(key))}
+            problems.append(unknown_spelling(module, seen, [f"{module}.{key}" for key in own]))
     return found
+
+
+def _without_packed(module: str, tensors: Mapping[str, HasShape]) -> str | None:
+    """What is wrong where an experts module has 3-D scales but no weights at all; plain weights are none."""
+    keys = below(module, tensors)
+    weights = [key for key in keys if split_key(key) is None and len(tensors[f"{module}.{key}"].shape) == 3]
+    if weights or not is_called_experts(module):
+        return None
+    return (
+        f"{module}: expected packed words (…_packed) beside {', '.join(keys)}, got none. A shard is missing; "
+        "fetch the checkpoint again."
+    )
 
 
 def fused_module(name: str, layout: FusedLayout) -> ExpertsModule:
@@ -134,13 +164,14 @@ def is_called_experts(module: str) -> bool:
     return module.rpartition(".")[2] in {"experts", "expert", "routed_experts"}
 
 
-def unknown_spelling(module: str, projections: Iterable[str]) -> str:
-    """The error of an experts module whose projections no table knows."""
+def unknown_spelling(module: str, projections: Iterable[str], names: Sequence[str]) -> str:
+    """The error of an experts module whose projections no table knows; `names` are its tensors."""
     known = "; ".join("/".join(s.projections) for s in NUMBERED)
     return (
         f"{module}: expected experts with the projections {known} (gate/up/down), got "
-        f"{', '.join(sorted(projections))}. A projection is missing from the checkpoint, or the model spells "
-        "them anew: then add the triple to repack/experts/spellings.py."
+        f"{', '.join(sorted(projections))}. It has {len(names)} tensors, {names[0]} first. A projection is "
+        "missing from the checkpoint, or the model spells them anew: then add the triple to "
+        "repack/experts/spellings.py."
     )
 
 

@@ -9,6 +9,7 @@ gate and up may be fused (gate first) or apart, the field's name joined by `_` o
 and down together leave no doubt which. What a view shows lies in one piece of the file unless transposed.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -68,6 +69,15 @@ class FusedTensor:
         start = self.roles.index(role) * size
         return turned[start : start + size]
 
+    def stretch(self, expert: int, role: str) -> tuple[int, int]:
+        """(first element, elements) of one projection of one expert that lie together, over the whole tensor.
+
+        All of it, unless transposed: then its first row of [K, N].
+        """
+        size = math.prod(self.shape[1:])
+        length = self.view_shape[0] if self.transposed else size // len(self.roles)
+        return expert * size + self.roles.index(role) * length, length
+
     def join(self, projections: list[torch.Tensor]) -> torch.Tensor:
         """One expert's part of the tensor of its projections: the inverse of `view`."""
         joined = torch.cat(projections)
@@ -84,6 +94,16 @@ class FusedLayout:
     def find(self, role: str, field: str) -> FusedTensor | None:
         """The tensor that holds a field of a projection."""
         return next((t for t in self.tensors.values() if t.field == field and role in t.roles), None)
+
+    def key_of(self, role: str, field: str) -> str:
+        """The key of the tensor that holds a field of a projection, or would hold it."""
+        held, packed = self.find(role, field), self.find(role, "weight_packed")
+        if held is not None or packed is None:
+            return f"{role}.{field}" if held is None else held.key
+        if packed.key.endswith(".weight_packed"):
+            return packed.key.removesuffix("weight_packed") + field
+        suffix = next((suffix for suffix, named in FIELDS.items() if named == field), field)
+        return packed.key.removesuffix("packed") + suffix
 
 
 def split_key(key: str) -> tuple[str, str] | None:
@@ -136,10 +156,11 @@ def _oriented(module: str, layout: FusedLayout) -> FusedLayout:
     at the other ends, no factor of 4 or 8 fits.
     """
     up, down = layout.find("up", "weight_packed"), layout.find("down", "weight_packed")
-    if up is None or down is None:
+    absent = [role for role in ROLES if layout.find(role, "weight_packed") is None]
+    if absent or up is None or down is None:
         raise ExpertsError(
-            f"{module}: expected packed words of gate, up and down, got {', '.join(layout.tensors)}. A "
-            "shard is missing."
+            f"{module}: expected packed words of gate, up and down, got none of {' and '.join(absent)} among "
+            f"{', '.join(layout.tensors)}. A shard is missing; fetch it again."
         )
     fitting = [
         transposed

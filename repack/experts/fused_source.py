@@ -12,7 +12,9 @@ from .spellings import Spelling
 class PartSource(Protocol):
     """Where parts of tensors are read from."""
 
-    fills_any_device: bool
+    @property
+    def fills_any_device(self) -> bool:
+        """Whether parts are read into tensors of any device; else contiguous CPU tensors."""
 
     def read_part_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """Fill `out` with the elements of tensor `name` from `start` on, counted over all of it."""
@@ -41,20 +43,21 @@ class FusedSource:
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Fill `out` with the tensor `<module>.<expert>.<projection>.<field>`."""
-        expert, projection, field = name.removeprefix(self.prefix).split(".")
-        role = {self.spelling.gate: "gate", self.spelling.up: "up", self.spelling.down: "down"}[projection]
+        tensor, expert, role = self.find(name.removeprefix(self.prefix))
+        key = self.prefix + tensor.key
+        if not tensor.transposed:
+            self.source.read_part_into(key, tensor.stretch(expert, role)[0], out)
+            return
+        whole = torch.Size(tensor.shape[1:])
+        part = torch.empty(whole, dtype=out.dtype, device=out.device if self.fills_any_device else "cpu")
+        self.source.read_part_into(key, expert * whole.numel(), part)
+        out.copy_(tensor.view(part, role))
+
+    def find(self, key: str) -> tuple[FusedTensor, int, str]:
+        """(3-D tensor, expert, role) of a key below the module, as numbered experts have it."""
+        expert, projection, field = key.split(".")
+        role = {name: role for role, name in self.spelling.roles}[projection]
         tensor = self.layout.find(role, field)
         if tensor is None:
-            raise KeyError(name)
-        self._read(tensor, int(expert), role, out)
-
-    def _read(self, tensor: FusedTensor, expert: int, role: str, out: torch.Tensor) -> None:
-        whole = torch.Size(tensor.shape[1:])
-        start = expert * whole.numel()
-        if not tensor.transposed:
-            start += tensor.roles.index(role) * out.numel()
-            self.source.read_part_into(self.prefix + tensor.key, start, out)
-            return
-        part = torch.empty(whole, dtype=out.dtype, device=out.device if self.fills_any_device else "cpu")
-        self.source.read_part_into(self.prefix + tensor.key, start, part)
-        out.copy_(tensor.view(part, role))
+            raise KeyError(key)
+        return tensor, int(expert), role

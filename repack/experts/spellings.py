@@ -21,16 +21,27 @@ class Spelling:
         """(gate, up, down)."""
         return self.gate, self.up, self.down
 
+    @property
+    def roles(self) -> tuple[tuple[str, str], ...]:
+        """(role, projection): what each of them is."""
+        return ("gate", self.gate), ("up", self.up), ("down", self.down)
+
 
 NUMBERED = (
     Spelling(
         gate="gate_proj",
         up="up_proj",
         down="down_proj",
-        models="Qwen-MoE, DeepSeek, Kimi, GLM, OLMoE, Ernie, Llama-4",
+        models="Qwen-MoE, DeepSeek, Kimi, GLM, OLMoE, Ernie, Bailing, dots1, Jamba, Llama-4, granite",
     ),
     Spelling(gate="w1", up="w3", down="w2", models="Mixtral, Phi-MoE, MiniMax, LFM2, Kimi-Linear"),
+    Spelling(gate="w1", up="v1", down="w2", models="DBRX"),
+    Spelling(gate="linear", up="linear_v", down="linear_1", models="Grok-1"),
 )
+
+
+COMMON = NUMBERED[:2]
+"""Those that have no projection in common: asked one after the other where no tensors tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,11 @@
-"""The C loop of weight repacking, and its switch.
+"""The C loop and the CUDA kernels of repacking, and their switch.
 
 In dependency order:
 
-    path             whether the C loop is used, with which instruction set, and why not
-    repack_weights   packed words -> Marlin tiles, on either path
+    cuda_repack      the kernels on tensors of a GPU
+    path             whether the C loop or the kernels are used, and why not
+    repack_weights   packed words -> Marlin tiles and back, on every path
+    permute          scales and zero points -> Marlin order
 
 The C extension `_native`, which may be missing:
 

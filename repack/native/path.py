@@ -1,4 +1,4 @@
-"""Which path repacks weights: the C loop or torch operations. Both give the same bytes."""
+"""Which path repacks: the C loop on a CPU, the kernel on a GPU, or torch operations. The bytes are one."""
 
 import functools
 import importlib
@@ -9,20 +9,26 @@ from types import ModuleType
 import torch
 
 from ...kernels.errors import MarlinMoEError
+from .cuda_repack import architecture, reason_against
 
 SWITCH = "MARLIN_MOE_NATIVE"
 BUILD_ADVICE = "Install a C compiler and the package again, or unset the variable to use torch operations."
+INSTALL_ADVICE = "pip install 'marlin-moe[cuda]', or unset the variable to use torch operations."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativePath:
-    """The path that repacks weights: `variant` of the C loop, or None and the `reason` why torch does it.
+    """The path that repacks weights, printed by `marlin-moe doctor` and `repack`.
 
-    Printed by `marlin-moe doctor` and `repack`.
+    Attributes:
+        variant: the C loop's instruction set or the kernel's architecture; None where torch operations do it.
+        reason: why they do, or None.
+        loop: what has the variant: "C", or "CUDA kernel".
     """
 
     variant: str | None
     reason: str | None
+    loop: str = "C"
 
     def __post_init__(self) -> None:
         if (self.variant is None) == (self.reason is None):
@@ -32,41 +38,54 @@ class NativePath:
 
     @property
     def used(self) -> bool:
-        """Is it the C loop?"""
+        """Is it the C loop or the kernel?"""
         return self.variant is not None
 
     def __str__(self) -> str:
-        return f"C ({self.variant})" if self.used else f"torch operations ({self.reason})"
+        return f"{self.loop} ({self.variant})" if self.used else f"torch operations ({self.reason})"
 
 
 def native_path(device: torch.device | str = "cpu") -> NativePath:
     """The path for tensors on `device`, as the environment variable MARLIN_MOE_NATIVE has it.
 
-    Unset takes the C loop where it was built, 0 never, 1 always on a CPU. Tensors on other devices are
-    repacked where they are, by torch operations.
+    Unset takes the C loop where it was built (on a CPU) or the kernel where it can be compiled (on a CUDA
+    device), 0 never, 1 always. Tensors on other devices are repacked where they are, by torch operations.
 
     Raises:
-        MarlinMoEError: MARLIN_MOE_NATIVE is neither 0 nor 1, or it is 1 and there is no C loop.
+        MarlinMoEError: MARLIN_MOE_NATIVE is neither 0 nor 1, or it is 1 and there is no C loop or no kernel.
     """
     switch = os.environ.get(SWITCH)
     if switch not in (None, "0", "1"):
         raise MarlinMoEError(
-            f"{SWITCH}: expected 0 (torch operations), 1 (the C loop, or an error) or no such variable, "
-            f"got {switch!r}. Unset it to use the C loop where there is one."
+            f"{SWITCH}: expected 0 (torch operations), 1 (the C loop or the kernel, or an error) or no such "
+            f"variable, got {switch!r}. Unset it to use the C loop or the kernel where there is one."
         )
-    kind = torch.device(device).type
-    if kind != "cpu":
-        return NativePath(variant=None, reason=f"the tensors are on {kind}, the C loop is for a CPU")
+    target = torch.device(device)
+    if target.type not in ("cpu", "cuda"):
+        reason = f"the tensors are on {target.type}, the C loop is for a CPU, the kernel for a CUDA device"
+        return NativePath(variant=None, reason=reason)
     if switch == "0":
         return NativePath(variant=None, reason=f"{SWITCH}=0")
-    found = load_extension()
-    if isinstance(found, ModuleType):
-        return NativePath(variant=found.variants()[0], reason=None)
-    if switch == "1":
+    found = _kernel(target) if target.type == "cuda" else _c_loop()
+    if switch == "1" and not found.used:
+        what, advice = ("C loop", BUILD_ADVICE) if target.type == "cpu" else ("kernel", INSTALL_ADVICE)
         raise MarlinMoEError(
-            f"{SWITCH}=1: expected the C loop of weight repacking, but {found}. {BUILD_ADVICE}"
+            f"{SWITCH}=1: expected the {what} of weight repacking, but {found.reason}. {advice}"
         )
-    return NativePath(variant=None, reason=found)
+    return found
+
+
+def _c_loop() -> NativePath:
+    extension = load_extension()
+    if isinstance(extension, str):
+        return NativePath(variant=None, reason=extension)
+    return NativePath(variant=extension.variants()[0], reason=None)
+
+
+def _kernel(device: torch.device) -> NativePath:
+    reason = reason_against(device)
+    variant = architecture(device) if reason is None else None
+    return NativePath(variant=variant, reason=reason, loop="CUDA kernel")
 
 
 @functools.cache

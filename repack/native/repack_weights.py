@@ -1,9 +1,10 @@
-"""Packed words -> Marlin tiles, by the C loop or by torch operations (`path` decides)."""
+"""Packed words -> Marlin tiles and back, by the C loop, the kernel or torch operations (`path` decides)."""
 
 import torch
 
 from ...kernels.errors import LayoutError
-from ...kernels.layout import check_packed_shape, pack_qweight
+from ...kernels.layout import check_packed_shape, check_qweight_shape, pack_qweight, unpack_qweight
+from .cuda_repack import pack_on_device, unpack_on_device
 from .path import load_extension, native_path
 
 
@@ -25,20 +26,38 @@ def repack_weights(
     Raises:
         LayoutError: a shape, dtype, device or stride is not as above, K is no multiple of 16 or N of 64, or
             `out` overlaps itself or `weight_packed`.
-        MarlinMoEError: MARLIN_MOE_NATIVE is set to something impossible.
+        MarlinMoEError: MARLIN_MOE_NATIVE is set to something impossible, or the kernel cannot be compiled.
     """
     check_source(weight_packed, bits=bits)
     if out is None:
         out = weight_packed.new_empty(qweight_shape(weight_packed, bits=bits))
     else:
         check_destination(out, weight_packed, bits=bits)
-    variant = native_path(weight_packed.device).variant
-    if weight_packed.numel() == 0:
+    path = native_path(weight_packed.device)
+    if weight_packed.numel() == 0 or weight_packed.is_meta:
         return out
-    if variant is None:
+    if path.variant is None:
         return out.copy_(pack_qweight(weight_packed, bits=bits))
-    run_c_loop(weight_packed, out, bits=bits, variant=variant)
+    if weight_packed.is_cuda:
+        return pack_on_device(weight_packed, out, bits=bits)
+    run_c_loop(weight_packed, out, bits=bits, variant=path.variant)
     return out
+
+
+def unpack_weights(qweight: torch.Tensor, *, bits: int) -> torch.Tensor:
+    """The checkpoint's packed words int32 [B, N, K*bits/32] of Marlin `qweight` [B, K/16, N*bits/2].
+
+    By the kernel on a CUDA device, else by torch operations: the same bytes.
+
+    Raises:
+        LayoutError: a shape or dtype that no `qweight` has.
+        MarlinMoEError: as in `repack_weights`.
+    """
+    n, k = check_qweight_shape(qweight, bits=bits)
+    kernel = qweight.is_cuda and native_path(qweight.device).used
+    if not kernel or qweight.dim() != 3 or qweight.stride(2) != 1:
+        return unpack_qweight(qweight, bits=bits)
+    return unpack_on_device(qweight, qweight.new_empty(qweight.shape[0], n, k * bits // 32), bits=bits)
 
 
 def run_c_loop(weight_packed: torch.Tensor, out: torch.Tensor, *, bits: int, variant: str) -> None:

@@ -9,6 +9,7 @@ In dependency order:
     manifest       `marlin_moe.json`
     journal        the folder of a run in progress: its lock, its partial and its finished files
     tensor_writer  a safetensors file of known shapes, hashed while it is written
+    block_memory   a block's results between the stages and a file
     layer_file     one MoE layer -> experts-<layer>.safetensors
     rest_files     tensors that are no routed experts -> rest-xxxxx.safetensors
     companions     the other files of the directory: configs, tokenizer, code
@@ -16,6 +17,7 @@ In dependency order:
     integrity      files against the manifest: sizes, headers, hashes
     reader         an open packed checkpoint
     invert         Marlin tensors -> checkpoint layout
+    source_tensors  the source's tensors of a layer, expert by expert
     restore        checkpoint layout -> the source's own tensors
     differences    two tensors' bytes side by side
     compare        a packed checkpoint against its source

@@ -12,7 +12,7 @@ import xxhash
 from ..checkpoint import CONFIG, INDEX, Checkpoint, shorten
 from ..errors import CheckpointError
 from ..progress import Progress
-from ..tensor_file import TensorEntry, tensor_bytes
+from ..tensor_file import tensor_bytes
 from .companions import find_companions
 from .differences import Problem, first_difference
 from .durable import COPY_BYTES, read_pieces
@@ -20,8 +20,9 @@ from .names import MANIFEST, SOURCE_CONFIG, packed_config
 from .reader import PackedCheckpoint
 from .records import LayerRecord
 from .rest_files import rest_tensors
-from .restore import RestoredBlock, expert_of, restored_blocks
+from .restore import RestoredBlock, restored_blocks
 from .source import SourceLayout, describe_source
+from .source_tensors import SourcePart, parts_of
 
 
 def source_problems(
@@ -71,10 +72,15 @@ def _config_problems(packed: PackedCheckpoint, source: Checkpoint) -> Iterator[P
 def _layer_problems(
     packed: PackedCheckpoint, source: Checkpoint, layer: LayerRecord, progress: Progress, *, block_bytes: int
 ) -> Iterator[Problem]:
-    of_expert: dict[int, list[TensorEntry]] = {}
-    for name, entry in source.tensors.items():
-        if name.startswith(f"{layer.module}."):
-            of_expert.setdefault(expert_of(layer, name), []).append(entry)
+    of_expert, strange = parts_of(layer, source.tensors.values())
+    for entry in strange:
+        yield Problem(
+            name=entry.name,
+            message=(
+                f"{entry.name}: expected in {source.path} only tensors of the experts of {layer.module} as "
+                "they were when it was packed, got this one too."
+            ),
+        )
     numbers = range(layer.facts.num_experts)
     if set(of_expert) != set(numbers):
         yield Problem(
@@ -85,22 +91,24 @@ def _layer_problems(
     for restored in restored_blocks(packed, layer, numbers, block_bytes=block_bytes):
         yield from _padding_problems(layer, restored)
         for expert in restored.block:
-            for entry in of_expert[expert]:
-                yield from _expert_problems(source, restored, entry, expert)
-                progress.advance(entry.nbytes, layer.module)
+            for part in of_expert[expert]:
+                yield from _part_problems(source, restored, part)
+                progress.advance(part.nbytes, layer.module)
 
 
-def _expert_problems(
-    source: Checkpoint, restored: RestoredBlock, entry: TensorEntry, expert: int
-) -> Iterator[Problem]:
+def _part_problems(source: Checkpoint, restored: RestoredBlock, part: SourcePart) -> Iterator[Problem]:
+    entry = part.entry
     try:
-        tensor = restored.tensor(entry)
+        tensor = restored.tensor(part)
     except CheckpointError as error:
-        yield Problem(name=entry.name, message=str(error), expert=expert)
+        yield Problem(name=entry.name, message=str(error), expert=part.expert)
         return
-    original = torch.empty(entry.shape, dtype=entry.torch_dtype)
-    source.files[entry.file].read_bytes(entry.offset_bytes, tensor_bytes(original), what=entry.name)
-    problem = first_difference(as_bytes(tensor), as_bytes(original), entry, expert=expert)
+    original = torch.empty(part.shape, dtype=entry.torch_dtype)
+    place = entry.offset_bytes + part.first_byte
+    source.files[entry.file].read_bytes(place, tensor_bytes(original), what=entry.name)
+    problem = first_difference(
+        as_bytes(tensor), as_bytes(original), entry, expert=part.expert, first_byte=part.first_byte
+    )
     if problem:
         yield problem
 

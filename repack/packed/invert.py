@@ -13,12 +13,13 @@ import torch
 from ...kernels.layout import (
     pack_fields,
     unpack_fields,
-    unpack_qweight,
     unpack_zero_points,
     unpermute_bias,
     unpermute_scales,
 )
+from ..native.repack_weights import unpack_weights
 from ..pipeline import Pipeline, Stage, State, both
+from ..staging import Lane
 from ..states import Context, ExpertFacts, ExpertTensors
 
 INVERTED = (
@@ -46,7 +47,7 @@ def inverted(tensors: Mapping[str, torch.Tensor], facts: ExpertFacts) -> Inverte
     size = facts.intermediate_size
     bits = facts.w13.bits
     padded = {
-        "w13_weight_packed": unpack_qweight(tensors["w13_qweight"], bits=bits),  # [B, R*Ip, words]
+        "w13_weight_packed": unpack_weights(tensors["w13_qweight"], bits=bits),  # [B, R*Ip, words]
         "w13_weight_scale": unpermute_scales(tensors["w13_scales"]),  # [B, R*Ip, G]
     }
     if "w13_bias" in tensors:
@@ -72,7 +73,7 @@ def _inverted_w2(
     padding: dict[str, torch.Tensor],
 ) -> Inverted:
     bits, group_size = facts.w2.bits, facts.w2.group_size
-    words = unpack_qweight(tensors["w2_qweight"], bits=bits)  # [B, H, Ip*bits/32]
+    words = unpack_weights(tensors["w2_qweight"], bits=bits)  # [B, H, Ip*bits/32]
     fields["w2_weight_packed"], padding["w2_weight_packed"] = _first(
         words, facts.intermediate_size, bits=bits
     )
@@ -99,22 +100,28 @@ def _first(words: torch.Tensor, count: int, *, bits: int) -> tuple[torch.Tensor,
     return pack_fields(values, bits=bits), spare
 
 
-def read_packed(experts: ExpertTensors, block: range, device: torch.device) -> dict[str, torch.Tensor]:
-    """The Marlin fields [B, …] of a block of experts of a packed layer, on a device."""
+def read_packed(
+    experts: ExpertTensors, block: range, device: torch.device, *, staging: Lane | None = None
+) -> dict[str, torch.Tensor]:
+    """The Marlin fields [B, …] of a block of experts of a packed layer on a device, through `staging`."""
     stem = f"{block[0]}."
     fields = {key.removeprefix(stem): spec for key, spec in experts.shapes.items() if key.startswith(stem)}
     tensors = {}
     for field, (dtype, shape) in fields.items():
         on_meta = device.type == "meta"
-        stacked = torch.empty((len(block), *shape), dtype=dtype, device="meta" if on_meta else "cpu")
+        whole = (len(block), *shape)
+        if staging is None:
+            stacked = torch.empty(whole, dtype=dtype, device="meta" if on_meta else "cpu")
+        else:
+            stacked = staging.empty(whole, dtype)
         for i, expert in enumerate(() if on_meta else block):
             experts.read_into(f"{expert}.{field}", stacked[i])
-        tensors[field] = stacked.to(device)
+        tensors[field] = stacked.to(device, non_blocking=staging is not None)
     return tensors
 
 
 def _invert(state: State, context: Context) -> State:
-    tensors = read_packed(state["expert_tensors"], state.experts, context.device)
+    tensors = read_packed(state["expert_tensors"], state.experts, context.device, staging=context.staging)
     fields: dict[str, Any] = dict(inverted(tensors, state.facts).fields)
     return state.evolve(drop=("expert_tensors",), **fields)
 
@@ -126,6 +133,7 @@ invert = Stage(
     writes=both("weight_packed", "weight_scale"),
     writes_optional=INVERTED,
     drops=("expert_tensors",),
+    reads_files=True,
 )
 
 

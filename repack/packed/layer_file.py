@@ -8,6 +8,7 @@ import torch
 from ..blocks import TensorSpec
 from ..progress import Progress
 from ..tensor_file import DTYPE_NAMES, tensor_bytes
+from .block_memory import BlockMemory
 from .journal import Journal
 from .names import tensor_name
 from .records import TensorFileRecord
@@ -25,7 +26,7 @@ def plan_layer_file(name: str, module: str, specs: Mapping[str, TensorSpec]) -> 
 
 
 class LayerFile:
-    """`Destination` in a file: blocks of results from one reused block of memory to their places.
+    """`Destination` in a file: blocks of results from reused memory to their places.
 
     The experts are the first dimension of every tensor, so a block is one stretch of each.
     """
@@ -37,32 +38,27 @@ class LayerFile:
         self.module = module
         self._journal, self._device, self._progress = journal, device, progress
         self._writer: TensorWriter | None = None
-        self._specs: dict[str, TensorSpec] = {}
-        self._memory: dict[str, torch.Tensor] = {}
+        self._results: BlockMemory | None = None
+        self._taken: Mapping[str, torch.Tensor] = {}
 
     def allocate(self, specs: Mapping[str, TensorSpec]) -> None:
         """The whole file's room on the disk."""
-        self._specs = dict(specs)
         self._writer = TensorWriter(self._journal, self.plan)
+        self._results = BlockMemory(specs, self._device, self._write)
 
     def block(self, start: int, stop: int) -> Mapping[str, torch.Tensor]:
-        """Memory for a block; that of the block before, where it is large enough."""
-        for name, spec in self._specs.items():
-            held = self._memory.get(name)
-            if held is None or held.shape[0] < stop - start:
-                self._memory[name] = torch.empty(
-                    (stop - start, *spec.shape[1:]), dtype=spec.dtype, device=self._device
-                )
-        return {name: held[: stop - start] for name, held in self._memory.items()}
+        """Memory for a block; that of an earlier one, where it is large enough."""
+        self._taken = self.results.take(stop - start)
+        return self._taken
 
     def commit(self, start: int, stop: int) -> None:
         """The block's results into the file."""
-        done = 0
-        for name, held in self._memory.items():
-            tensor = held[: stop - start].cpu()
+        self.results.commit(stop - start)
+        self._progress.advance(sum(tensor.nbytes for tensor in self._taken.values()), self.plan.name)
+
+    def _write(self, results: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in results.items():
             self.writer.append(tensor_name(self.module, name), tensor_bytes(tensor))
-            done += tensor.nbytes
-        self._progress.advance(done, self.plan.name)
 
     @property
     def writer(self) -> TensorWriter:
@@ -71,8 +67,16 @@ class LayerFile:
             raise RuntimeError("LayerFile: allocate comes before block and commit")
         return self._writer
 
+    @property
+    def results(self) -> BlockMemory:
+        """The blocks' memory; there is some after `allocate`."""
+        if self._results is None:
+            raise RuntimeError("LayerFile: allocate comes before block and commit")
+        return self._results
+
     def finish(self) -> TensorFileRecord:
         """Everything synced; the file's record."""
+        self.results.drain()
         self._progress.advance(len(self.plan.header), self.plan.name)
         return self.writer.finish()
 
@@ -80,5 +84,7 @@ class LayerFile:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._results is not None:
+            self._results.close()
         if self._writer is not None:
             self._writer.__exit__(None, None, None)

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import torch
 
 from ...kernels.layer import MarlinMoELayer
 from ..assemble import assemble_layer
-from ..blocks import BLOCK_BYTES, LayerMemory, TensorSpec, blocks, plan, rank_experts, run_blocks
+from ..blocks import BLOCK_BYTES, LayerMemory, TensorSpec, lane_blocks, plan, rank_experts, run_blocks
 from ..errors import ExpertsError, MarlinMoEWarning, report
 from ..pipeline import Pipeline
 from ..process import Recipe
 from ..scheme import QuantScheme
+from ..staging import Lane, read_ahead
 from ..states import Context, ExpertFacts, ExpertTensors, State
 from .cut import Cut, is_cut
 from .invert import repack_pipeline
@@ -97,8 +99,20 @@ def _cut_layer(
         }
     )
     cut = Cut(experts=experts, facts=facts, result=planned.facts, context=replace(context, destination={}))
-    for block in blocks(experts, rank, block_bytes=BLOCK_BYTES):
+
+    def fill(block: range, lane: Lane | None) -> list[str]:
+        """The block's part of the layer, through pinned memory where there is a lane; problems in it."""
+        own = replace(cut, context=replace(cut.context, problems=[]))
         for name, slot in memory.block(block.start - rank.start, block.stop - rank.start).items():
-            cut.fill(name, block, slot)
+            place = slot if lane is None else lane.empty(slot.shape, slot.dtype)
+            own.fill(name, block, place)
+            if place is not slot:
+                slot.copy_(place, non_blocking=True)
+        return own.context.problems
+
+    lanes, chosen = lane_blocks(experts, rank, context.device, block_bytes=BLOCK_BYTES)
+    with closing(read_ahead(chosen, fill, lanes)) as found:
+        for problems in found:
+            context.problems.extend(problems)
     if context.problems:
         raise ExpertsError(report(facts.module, context.problems))

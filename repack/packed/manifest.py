@@ -97,7 +97,7 @@ def _read_json(place: Path) -> dict[str, Any]:
             f"{place}: expected a manifest, because without one a directory is no packed checkpoint, got "
             f"{found}. {advice}"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PackedError(
             f"{place}: expected a JSON manifest, got {error}. Repack the source again."
         ) from error

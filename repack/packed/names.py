@@ -67,7 +67,7 @@ def is_packed(path: str | Path) -> bool:
         return True
     try:
         config = json.loads((path / CONFIG).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False  # whoever opens it as a checkpoint says what is wrong
     if not isinstance(config, dict):
         return False

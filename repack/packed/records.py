@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..experts.fused import FusedLayout, FusedTensor
 from ..experts.spellings import Spelling
 from ..scheme import QuantScheme, WeightScheme
 from ..states import ExpertFacts, MatrixFacts
@@ -74,6 +75,7 @@ class LayerRecord:
         facts: of the source layer: TP = 1, unpadded.
         scheme: as the source's config had it, for `update_weights_`.
         spelling: its projections' names in the source.
+        fused: how the source's 3-D tensors hold the experts; None where they are numbered.
         dead_projections: those whose scales are all zero, accepted when it was repacked.
     """
 
@@ -81,6 +83,7 @@ class LayerRecord:
     facts: ExpertFacts
     scheme: QuantScheme
     spelling: Spelling
+    fused: FusedLayout | None = None
     dead_projections: tuple[str, ...] = ()
 
     @property
@@ -97,6 +100,7 @@ class LayerRecord:
             **facts,
             "scheme": asdict(self.scheme),
             "spelling": asdict(self.spelling),
+            "fused": None if self.fused is None else _fused_as_json(self.fused),
             "dead_projections": list(self.dead_projections),
         }
 
@@ -105,7 +109,7 @@ class LayerRecord:
         """The inverse of `as_json`."""
         own = dict(content)
         file, spelling, dead = own.pop("file"), own.pop("spelling"), own.pop("dead_projections")
-        scheme = own.pop("scheme")
+        scheme, fused = own.pop("scheme"), own.pop("fused")
         matrices = {name: MatrixFacts(**own[name]) for name in ("w13", "w2")}
         weights = {name: WeightScheme(**scheme[name]) for name in ("w13", "w2")}
         return cls(
@@ -113,5 +117,22 @@ class LayerRecord:
             facts=ExpertFacts(**own | matrices | {"scales_dtype": DTYPES[own["scales_dtype"]]}),
             scheme=QuantScheme(quant_method=scheme["quant_method"], **weights),
             spelling=Spelling(**spelling),
+            fused=None if fused is None else _fused_from_json(fused),
             dead_projections=tuple(dead),
         )
+
+
+def _fused_as_json(layout: FusedLayout) -> dict[str, Any]:
+    tensors = [
+        asdict(tensor) | {"roles": list(tensor.roles), "shape": list(tensor.shape)}
+        for tensor in layout.tensors.values()
+    ]
+    return {"num_experts": layout.num_experts, "tensors": tensors}
+
+
+def _fused_from_json(content: Mapping[str, Any]) -> FusedLayout:
+    tensors = [
+        FusedTensor(**tensor | {"roles": tuple(tensor["roles"]), "shape": tuple(tensor["shape"])})
+        for tensor in content["tensors"]
+    ]
+    return FusedLayout(tensors={tensor.key: tensor for tensor in tensors}, num_experts=content["num_experts"])

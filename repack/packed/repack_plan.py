@@ -20,7 +20,6 @@ from .layer_file import plan_layer_file
 from .names import SOURCE_CONFIG, SOURCE_FILES, is_packed, layer_files, packed_config
 from .records import LayerRecord
 from .rest_files import plan_rest_files, rest_tensors
-from .restore import check_restorable
 from .source import SourceRecord, describe_source
 from .tensor_writer import FilePlan
 
@@ -35,11 +34,13 @@ class LayerPlan:
 
     def record(self, dead_projections: tuple[str, ...]) -> LayerRecord:
         """The layer in the manifest."""
+        module = self.source.experts.module
         return LayerRecord(
             file=self.file.name,
             facts=self.facts,
             scheme=self.source.scheme,
-            spelling=self.source.experts.module.spelling,
+            spelling=module.spelling,
+            fused=module.fused,
             dead_projections=dead_projections,
         )
 
@@ -138,7 +139,6 @@ def _plan_layer(source: MoELayerSource, name: str, device: torch.device) -> Laye
         for field, tensor in result.tensors()
     }
     layer = LayerPlan(source=source, facts=facts, file=plan_layer_file(name, source.name, specs))
-    check_restorable(layer.record(()))
     wanted = {key: shape for key, (_, shape) in expected_tensors(layer.record(())).items()}
     found = {key: entry.shape for key, entry in layer.file.entries.items()}
     if found != wanted:

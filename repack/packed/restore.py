@@ -1,8 +1,8 @@
 """Checkpoint layout of a packed block -> the tensors that the source had, byte for byte.
 
-`RestoredBlock` undoes act-order and takes single tensors by the source's names. What is metadata in the
-source is
-rebuilt: `weight_shape` is (N, K), `weight_g_idx` follows from the stored orders.
+`RestoredBlock` undoes act-order and gives each tensor, or an expert's part of a 3-D one, as the quantization
+tool stores it. What did not flow through the stages is rebuilt: `weight_shape` is (N, K), g_idx follows from
+the stored orders, the zero points of symmetric GPTQ are all the middle.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -11,63 +11,64 @@ import torch
 
 from ...kernels.layout import pack_fields, unpack_fields
 from ..blocks import blocks
-from ..errors import PackedError
+from ..errors import ExpertsError, PackedError
+from ..quant_methods.table import METHODS
 from ..states import ExpertFacts
-from ..tensor_file import TensorEntry
 from .invert import Inverted, inverted, read_packed
 from .reader import PackedCheckpoint
 from .records import LayerRecord
-
-FIELDS = {
-    "weight_packed": "weight_packed",
-    "weight_scale": "weight_scale",
-    "weight_zero_point": "weight_zero_point",
-    "weight_g_idx": "weight_g_idx",
-    "bias": "weight_bias",
-}
-"""Last part of a name in compressed-tensors' checkpoints -> the stages' field."""
+from .source_tensors import SourcePart
 
 
 class RestoredBlock:
-    """A block of experts of a packed layer in the source's own order.
-
-    Raises:
-        PackedError: the source is of a tool whose tensors cannot be restored.
-    """
+    """A block of experts of a packed layer in the source's own order."""
 
     def __init__(self, layer: LayerRecord, block: range, content: Inverted) -> None:
-        check_restorable(layer)
         self.layer = layer
         self.block = block
         self.padding = content.padding
         self.fields = source_order(content.fields, layer.facts)
 
-    def tensor(self, entry: TensorEntry) -> torch.Tensor:
-        """The tensor that the source has at `entry`, as stored there; PackedError where there is none."""
-        expert, projection, name = self.split(entry.name)
-        i = expert - self.block.start
-        facts, spelling = self.layer.facts, self.layer.spelling
-        matrix = "w2" if projection == spelling.down else "w13"
-        size = (facts.hidden_size, facts.intermediate_size)
-        if name == "weight_shape":
-            tensor = torch.tensor(size if matrix == "w2" else size[::-1])
-        elif (field := f"{matrix}_{FIELDS.get(name)}") in self.fields:
-            tensor = self.fields[field][i]
-            if matrix == "w13" and name != "weight_g_idx":
-                half = facts.halves - 1 if projection == spelling.up else 0
-                tensor = tensor.chunk(facts.halves)[half]
-        else:
-            raise PackedError(f"{entry.name}: expected a tensor that the packed layer holds, got no {name}.")
-        if tuple(tensor.shape) != entry.shape:
-            raise PackedError(
-                f"{entry.name}: expected {entry.shape} as in the source's header, got {tuple(tensor.shape)}."
-            )
-        return tensor.to(entry.torch_dtype).contiguous()
+    def tensor(self, part: SourcePart) -> torch.Tensor:
+        """What the source stores of one expert of this block.
 
-    def split(self, name: str) -> tuple[int, str, str]:
-        """(expert, projection, field) of a name below the layer's module."""
-        expert, projection, field = name.removeprefix(f"{self.layer.module}.").split(".")
-        return int(expert), projection, field
+        Raises:
+            PackedError: a tensor that the packed layer does not hold, of another shape, or of values that the
+                source could not have stored.
+        """
+        tensor = part.join([self._projection(part, role) for role in part.roles])
+        if tuple(tensor.shape) != part.shape:
+            raise PackedError(
+                f"{part.entry.name}: expected {part.shape} of expert {part.expert} as in the source's "
+                f"header, got {tuple(tensor.shape)}."
+            )
+        return tensor.to(part.entry.torch_dtype).contiguous()
+
+    def _projection(self, part: SourcePart, role: str) -> torch.Tensor:
+        """One field of gate, up or down, as the source's tool stores it by itself."""
+        facts, scheme = self.layer.facts, self.layer.scheme
+        method = METHODS[scheme.quant_method]
+        size_n, size_k = facts.intermediate_size, facts.hidden_size
+        matrix, form, weights = "w13", facts.w13, scheme.w13
+        if role == "down":
+            size_n, size_k = size_k, size_n
+            matrix, form, weights = "w2", facts.w2, scheme.w2
+        fields = {field.name: field for field in method.fields(weights, size_n=size_n, size_k=size_k)}
+        field = fields.get(part.field)
+        name = None if field is None or field.becomes is None else f"{matrix}_{field.becomes}"
+        if field is None or (name is not None and name not in self.fields):
+            raise PackedError(
+                f"{part.entry.name}: expected a tensor that the packed layer holds, got no {part.field}."
+            )
+        canonical = None
+        if name is not None:
+            canonical = self.fields[name][part.expert - self.block.start]
+            if matrix == "w13" and field.becomes != "weight_g_idx":
+                canonical = canonical.chunk(facts.halves)[facts.halves - 1 if role == "up" else 0]
+        try:
+            return method.stored(field, canonical, weights, bits=form.bits, size_n=size_n, size_k=size_k)
+        except ExpertsError as error:
+            raise PackedError(f"{part.entry.name.rpartition('.')[0]}.{error}") from error
 
 
 def restored_blocks(
@@ -90,20 +91,6 @@ def stretches(numbers: Collection[int]) -> list[range]:
         else:
             found.append(range(number, number + 1))
     return found
-
-
-def expert_of(layer: LayerRecord, name: str) -> int:
-    """The expert that a tensor of the layer belongs to."""
-    return int(name.removeprefix(f"{layer.module}.").partition(".")[0])
-
-
-def check_restorable(layer: LayerRecord) -> None:
-    """Raise PackedError where the source's tensors are not compressed-tensors' own."""
-    if layer.scheme.quant_method != "compressed-tensors":
-        raise PackedError(
-            f"{layer.module}: expected a source of compressed-tensors, whose tensors are restored byte for "
-            f"byte, got {layer.scheme.quant_method}."
-        )
 
 
 def source_order(fields: Mapping[str, torch.Tensor], facts: ExpertFacts) -> dict[str, torch.Tensor]:

@@ -2,15 +2,16 @@
 
 Packed words whose last fields no weight owns (K of `weight_packed`, N of `weight_zero_point` not a multiple
 of a word) are written as zeros by every known tool. The layout has no place for other bits, and `unpack`
-could not give them back, so they are an error. Projections whose scales are all zero are noted, where they
+could not give them back, so they are an error. So are biases that the dtype of the scales, which they are
+packed in, does not hold exactly. Projections whose scales are all zero are noted, where they
 are accepted.
 """
 
 import torch
 
 from ...kernels.layout import unpack_fields
-from ..pipeline import Stage, State
-from ..states import Context
+from ..pipeline import Stage, State, both
+from ..states import Context, dtype_name
 
 
 def source_checks(dead_projections: list[str]) -> Stage:
@@ -19,11 +20,17 @@ def source_checks(dead_projections: list[str]) -> Stage:
     def check_source(state: State, context: Context) -> State:
         if context.device.type != "meta":
             _check_padding(state, context)
+            _check_biases(state, context)
             dead_projections.extend(_dead(state))
         return state
 
-    fields = tuple(f"{m}_{f}" for m in ("w13", "w2") for f in ("weight_packed", "weight_scale"))
-    return Stage(name="source_checks", function=check_source, reads=fields, after=("gather",))
+    return Stage(
+        name="source_checks",
+        function=check_source,
+        reads=both("weight_packed", "weight_scale"),
+        reads_optional=both("weight_zero_point", "weight_bias"),
+        after=("gather",),
+    )
 
 
 def _check_padding(state: State, context: Context) -> None:
@@ -49,6 +56,22 @@ def _check_padding(state: State, context: Context) -> None:
                     "the Marlin layout has no place for them and unpack could not restore them, got other "
                     "bits. Load it unpacked, or requantize it."
                 )
+
+
+def _check_biases(state: State, context: Context) -> None:
+    scales = state.facts.scales_dtype
+    for matrix in ("w13", "w2"):
+        bias = state.get(f"{matrix}_weight_bias")  # [B, R*N]
+        if bias is None or bias.dtype == scales:
+            continue
+        lost = bias.to(scales).to(bias.dtype) != bias
+        for i in torch.nonzero(lost.any(1)).flatten().tolist():
+            context.problems.append(
+                f"{state.facts.module}.{state.experts[i]} {matrix} bias: expected values that "
+                f"{dtype_name(scales)}, the dtype of the scales, holds exactly, because biases are packed in "
+                f"it, got {int(lost[i].sum())} of {dtype_name(bias.dtype)} that it does not. Load it "
+                "unpacked, or convert the biases first."
+            )
 
 
 def _dead(state: State) -> list[str]:

@@ -8,6 +8,7 @@ stages work on, so nothing is converted. (Facts: compressed-tensors 0.20, `compr
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ def match_groups(config: Mapping[str, Any], module: str, names: tuple[str, ...])
     """Linear name -> the config group that quantizes it, or None where none does."""
     from compressed_tensors.utils.match import is_match, match_targets
 
-    linear = torch.nn.Linear(1, 1, device="meta")
+    linear = _linear()
     exact = set(names)
 
     def may_match(entry: str) -> bool:
@@ -124,6 +125,12 @@ def match_groups(config: Mapping[str, Any], module: str, names: tuple[str, ...])
         ignored = bool(hits) and is_match(name, linear, ignore)
         matched[name] = group_of[hits[0]] if hits and not ignored else None
     return matched
+
+
+@cache
+def _linear() -> torch.nn.Linear:
+    """Any linear, for rules that ask for a class; making one takes milliseconds."""
+    return torch.nn.Linear(1, 1, device="meta")
 
 
 def _groups(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -149,7 +156,7 @@ def _names(value: Any, key: str) -> list[str]:
     for entry in value:
         try:
             re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise SchemeError(
                 f"quantization_config.{key}: expected regular expressions behind re:, got {entry!r}: {error}."
             ) from error
@@ -176,7 +183,12 @@ def _weight_scheme(config: Mapping[str, Any], name: str, group: Any) -> WeightSc
             scheme = QuantizationScheme.model_validate(stripped)
         else:
             scheme = preset_name_to_scheme(name, list(group))
-    except (ValidationError, KeyError, NotImplementedError, ValueError) as error:
+    except ValidationError as error:
+        found = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
+        raise SchemeError(
+            f"{where}: expected a scheme that compressed-tensors can read, got {'; '.join(found)}."
+        ) from error
+    except (KeyError, NotImplementedError, TypeError, ValueError) as error:
         raise SchemeError(
             f"{where}: expected a scheme that compressed-tensors can read, got an error from it: {error}"
         ) from error

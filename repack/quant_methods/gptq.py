@@ -75,14 +75,21 @@ class GPTQ:
         self, experts: ExpertTensors, projections: tuple[str, ...], scheme: WeightScheme
     ) -> int:
         """8 where a 4-bit matrix of the first format stores a 15 anywhere: its zero is 16."""
+        first = f"{experts.module.experts[0]}.{projections[0]}.qweight"
+        size_n = experts.shapes[first][1][1]
+        if size_n % (32 // scheme.bits):
+            raise ExpertsError(
+                f"{experts.full_name(first)}: expected a number of columns in whole words of "
+                f"{32 // scheme.bits} x {scheme.bits} bits, because GPTQ's tools pack no others, got "
+                f"{size_n}."
+            )
         highest = 0
         for expert in experts.module.experts:
             for projection in projections:
                 key = f"{expert}.{projection}.qzeros"
                 if key not in experts.shapes:
                     continue
-                size_n = experts.shapes[f"{expert}.{projection}.qweight"][1][1]
-                stored = unpack_fields(experts.read(key), bits=scheme.bits)[:, :size_n]
+                stored = unpack_fields(experts.read(key), bits=scheme.bits)
                 low, high = int(stored.min()), int(stored.max())
                 highest = max(highest, high + scheme.zero_offset)
                 if scheme.symmetric:
@@ -130,15 +137,27 @@ class GPTQ:
         turned = canonical.transpose(-1, -2)  # [words of K or G, N], zero points [G, words of N]
         if field.becomes == "weight_zero_point":
             zeros = unpack_fields(turned, bits=bits) - scheme.zero_offset
-            return pack_fields(zeros, bits=scheme.bits)
+            return pack_fields(_holding(field, zeros, scheme), bits=scheme.bits)
         if field.becomes == "weight_packed" and bits != scheme.bits:
-            return widen(canonical, bits, scheme.bits).transpose(-1, -2).contiguous()
+            values = _holding(field, unpack_fields(canonical, bits=bits), scheme)
+            return pack_fields(values, bits=scheme.bits).transpose(-1, -2).contiguous()
         return turned.contiguous()
 
 
 def widen(words: torch.Tensor, source_bits: int, bits: int) -> torch.Tensor:
     """Packed words [..., W] with their fields stored in other bits each: [..., W*bits/source_bits]."""
     return pack_fields(unpack_fields(words, bits=source_bits), bits=bits)
+
+
+def _holding(field: Field, values: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
+    """The values, which have to be such as this format stores in the scheme's bits."""
+    low, high = int(values.min()), int(values.max())
+    if low < 0 or high >= 2**scheme.bits:
+        raise ExpertsError(
+            f"{field.name}: expected values 0 .. {2**scheme.bits - 1}, which its {scheme.bits} bits store, "
+            f"got {low} .. {high}."
+        )
+    return values
 
 
 def _check_symmetric(name: str, low: int, high: int, scheme: WeightScheme) -> None:
@@ -164,7 +183,7 @@ def _override(config: Mapping[str, Any], name: str) -> str | None:
         try:
             if re.match(pattern.removeprefix("-:").removeprefix("+:"), name):
                 return str(pattern)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise SchemeError(
                 f"quantization_config.dynamic: expected regular expressions, got {pattern!r}: {error}."
             ) from error

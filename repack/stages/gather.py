@@ -19,6 +19,7 @@ from ..states import Context, ExpertTensors, State
     writes=both("weight_packed", "weight_scale"),
     writes_optional=both("weight_zero_point", "weight_g_idx", "weight_bias"),
     drops=("expert_tensors",),
+    reads_files=True,
 )
 def gather(state: State, context: Context) -> State:
     """Read the block's tensors from `expert_tensors` and stack them, on the context's device."""
@@ -51,12 +52,16 @@ def _stack(
     shape = (len(block), len(projections), *field.shape)
     if context.device.type == "meta":
         return torch.empty(shape, dtype=dtype, device="meta")
-    staging = context.device if experts.source.fills_any_device else torch.device("cpu")
-    stacked = torch.empty(shape, dtype=dtype, device=staging)
+    staging = context.staging
+    if staging is not None:
+        stacked = staging.empty(shape, dtype)
+    else:
+        device = context.device if experts.source.fills_any_device else torch.device("cpu")
+        stacked = torch.empty(shape, dtype=dtype, device=device)
     for i, expert in enumerate(block):
         for j, projection in enumerate(projections):
             experts.read_into(_key(expert, projection, field), stacked[i, j])
-    return stacked.to(context.device)
+    return stacked.to(context.device, non_blocking=staging is not None)
 
 
 def _check_values(
@@ -76,7 +81,7 @@ def _check_values(
         found = f"{int(broken[i, j])} NaN or Inf" if broken[i, j] else "nothing but zeros"
         accept = "" if broken[i, j] else ", or pass allow_dead_experts (--allow-dead-experts)"
         context.problems.append(
-            f"{experts.full_name(_key(block[i], projections[j], field))}: expected finite values, not "
+            f"{experts.label(_key(block[i], projections[j], field))}: expected finite values, not "
             f"all zero, got {found} among {values.shape[2]}. Calibration never reached this expert; quantize "
             f"again with more data{accept}."
         )

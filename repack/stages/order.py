@@ -56,7 +56,8 @@ def _sort_order(state: State, matrix: str, size_k: int, context: Context) -> tor
         for i in torch.nonzero((g_idx != plain).any(2).any(1)).flatten().tolist():
             context.problems.append(
                 f"{_name(state, matrix, i)}: expected g_idx[k] = k div {group_size}, because the config "
-                "declares no grouped act-order, got another order. The config is of another checkpoint."
+                "declares no grouped act-order (actorder, desc_act), got another order. Correct that "
+                "setting, or the config is of another checkpoint."
             )
         return None
     for i in torch.nonzero((g_idx != g_idx[:, :1]).any(2).any(1)).flatten().tolist():

@@ -6,7 +6,7 @@ ones.
 
 import torch
 
-from ...kernels.layout import permute_scales as permute
+from ..native.permute import permute_scales as permute
 from ..stage import both, stage
 from ..states import Context, State
 

@@ -1,6 +1,6 @@
 """compressed-tensors zero points (packed along N, not interleaved) -> Marlin zero points."""
 
-from ...kernels.layout import pack_zero_points
+from ..native.permute import pack_zero_points
 from ..stage import both, stage
 from ..states import Context, State
 

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -18,7 +19,29 @@ from tree import ROOT, run_python
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
+def command_named(name: str) -> click.Command:
+    """`kernels build` is the command build of the group kernels."""
+    command: click.Command | None = main
+    for part in name.split():
+        assert isinstance(command, click.Group)
+        command = command.get_command(click.Context(command), part)
+    assert command is not None
+    return command
+
+
+def names() -> Iterator[str]:
+    """Every command that does something; a group is named by its own commands."""
+    for name in sorted(COMMANDS):
+        command = command_named(name)
+        yield from (
+            [f"{name} {own}" for own in command.commands] if isinstance(command, click.Group) else [name]
+        )
+
+
+NAMES = list(names())
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_readme_names_every_command(name: str) -> None:
     assert f"marlin-moe {name}" in README
 
@@ -27,22 +50,20 @@ def test_the_readme_names_no_other_command() -> None:
     assert set(re.findall(r"^\s*marlin-moe (\w+)", README, re.MULTILINE)) <= COMMANDS.keys()
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
+@pytest.mark.parametrize("name", NAMES)
 def test_every_command_shows_an_example_of_itself(name: str) -> None:
-    command = main.get_command(click.Context(main), name)
-    assert command is not None
+    command = command_named(name)
     assert command.help is not None
     example = command.help.rpartition("Example:\n")[2].strip()
     assert example.startswith(f"marlin-moe {name}")
-    arguments = example.split()[2:]
+    arguments = example.split()[1 + len(name.split()) :]
     context = command.make_context(name, arguments, resilient_parsing=False)  # it parses as written
     assert context.params["as_json"] is False
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
+@pytest.mark.parametrize("name", NAMES)
 def test_every_command_reports_as_json(name: str) -> None:
-    command = main.get_command(click.Context(main), name)
-    assert command is not None
+    command = command_named(name)
     assert any("--json" in parameter.opts for parameter in command.params)
 
 

@@ -31,7 +31,10 @@ def test_the_report_names_this_machine() -> None:
     assert versions["compressed-tensors"] == metadata.version("compressed-tensors")
     assert {"torch", "safetensors", "xxhash", "click", "rich"} <= versions.keys()
     assert {package.extra for package in report.packages} == {None, "cuda"}
-    assert report.sample_workspace_bytes > 8192 * 8 * 4 * (2 * 768 + 768 + 2048)
+    rows = 8192 * 8
+    assert report.sample_workspace_bytes.keys() == BACKENDS.keys()
+    assert report.sample_workspace_bytes["reference"] > rows * 4 * (2 * 768 + 768 + 2048)
+    assert rows * 2 * (768 + 2048) < report.sample_workspace_bytes["cuda"] < rows * 3 * (768 + 2048)
 
 
 def test_every_device_has_every_backends_verdict() -> None:

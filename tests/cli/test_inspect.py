@@ -1,6 +1,7 @@
 """`marlin-moe inspect`: what is printed where, and the exit code."""
 
 import json
+import warnings
 from pathlib import Path
 
 from click.testing import CliRunner, Result
@@ -114,3 +115,16 @@ def test_a_missing_directory_is_bad_input(tmp_path: Path) -> None:
 
 def test_a_size_below_one_is_a_wrong_flag(tmp_path: Path) -> None:
     assert inspect(tmp_path, "--tp", "0").exit_code == 2
+
+
+def test_the_method_and_widened_bits_are_shown(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "a", storage="gptq", symmetric=False, wrapped_zeros=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = inspect(tmp_path / "a")
+    assert result.stdout.splitlines()[0].startswith(f"{tmp_path / 'a'}: checkpoint, gptq, ")
+    assert "8, widened from 4" in row_of(result, "model.layers.0.mlp.experts")
+    write_checkpoint(tmp_path / "b", storage="fused")
+    result = inspect(tmp_path / "b")
+    assert "stored as 3-D tensors that hold all experts: 1 layer" in result.stdout
+    assert row_of(result, "model.layers.0.mlp.experts")[4] == "4"

@@ -166,3 +166,28 @@ def test_inspect_of_a_packed_checkpoint_says_what_it_said_of_the_source(
     result = run("inspect", packed)
     assert result.exit_code == 0
     assert result.stdout.startswith(f"{packed}: packed checkpoint, source compressed-tensors, ")
+
+
+def test_verify_follows_links_when_told_so(tmp_path: Path, source: Source, packed: Path) -> None:
+    weights = tmp_path / "source" / "model.safetensors"
+    (tmp_path / "elsewhere").mkdir()
+    weights.rename(tmp_path / "elsewhere" / "weights")
+    weights.symlink_to(tmp_path / "elsewhere" / "weights")
+    refused = run("verify", packed, tmp_path / "source")
+    assert refused.exit_code == 1
+    assert "model.safetensors" in refused.stderr
+    assert run("verify", packed, tmp_path / "source", "--follow-links").exit_code == 0
+
+
+def test_verify_names_files_that_are_no_part_of_it(packed: Path) -> None:
+    (packed / "notes.txt").write_text("mine")
+    result = run("verify", packed)
+    assert result.exit_code == 0
+    assert f"{packed}: not in the manifest, so no part of the checkpoint: notes.txt" in result.stderr
+    assert json.loads(run("verify", packed, "--json").stdout)["unlisted_files"] == ["notes.txt"]
+
+
+def test_verify_refuses_a_packed_source(packed: Path) -> None:
+    result = run("verify", packed, packed)
+    assert result.exit_code == 1
+    assert "expected the source checkpoint that" in result.stderr

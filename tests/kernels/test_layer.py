@@ -152,7 +152,10 @@ def test_update_keeps_every_address() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"num_experts": 4}, r"w13\.qweight: expected torch.int32 \(5, 8, 256\).*got torch.int32 \(4, 8, 256\)"),
+        (
+            {"num_experts": 4},
+            r"w13\.qweight: expected torch.int32 \(5, 8, 256\).*got torch.int32 \(4, 8, 256\)",
+        ),
         ({"symmetric": False}, "w2.zero_points: expected absent.*got torch.int32"),
         ({"dtype": torch.float16}, "w13.scales: expected torch.bfloat16"),
         ({"bits": 8}, "w13: expected int4, groups of 32, symmetric, got int8"),
@@ -178,14 +181,26 @@ def test_update_names_every_difference() -> None:
     [
         ({"w13_scales": lambda t: t[:, :2]}, r"scales: expected K / group_size = 128 / 32 > 1 groups, got 2"),
         ({"w13_scales": lambda t: t.double()}, "scales: expected bfloat16, float16 or float32"),
-        ({"w13_scales": lambda t: t[:, :, :64].contiguous()}, r"scales: expected \(5, 4, 128\) beside qweight"),
-        ({"w13_qweight": lambda t: t.long()}, r"qweight: expected int32 \[E, K/16, N\*4/2\], got torch.int64"),
+        (
+            {"w13_scales": lambda t: t[:, :, :64].contiguous()},
+            r"scales: expected \(5, 4, 128\) beside qweight",
+        ),
+        (
+            {"w13_qweight": lambda t: t.long()},
+            r"qweight: expected int32 \[E, K/16, N\*4/2\], got torch.int64",
+        ),
         ({"w13_qweight": lambda t: t[0]}, r"w13_qweight: expected \[E, K/16, N\*bits/2\], got \(8, 256\)"),
         ({"w13_qweight": lambda t: t[:, :3]}, "qweight: expected K and N to be multiples of 64.*K=48"),
         ({"w2_qweight": lambda t: t[:4]}, r"scales: expected \(4, 2, 128\)"),
-        ({"w2_scales": lambda t: t.half()}, "w2.scales: expected torch.bfloat16 as w13's are, got torch.float16"),
+        (
+            {"w2_scales": lambda t: t.half()},
+            "w2.scales: expected torch.bfloat16 as w13's are, got torch.float16",
+        ),
         ({"w2_bias": lambda _: torch.zeros(5, 64)}, r"bias: expected torch.bfloat16 \(5, 128\)"),
-        ({"w13_zero_points": lambda _: torch.zeros(5, 4, 16).int()}, "zero_points: expected exactly when asymm"),
+        (
+            {"w13_zero_points": lambda _: torch.zeros(5, 4, 16).int()},
+            "zero_points: expected exactly when asymm",
+        ),
         (
             {"w13_scales": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)},
             "scales: expected contiguous, got strides",
@@ -246,9 +261,9 @@ def test_shards() -> None:
     for rank, size in ((1, 1), (-1, 2), (0, 0)):
         with pytest.raises(LayerError, match=f"0 <= rank < size, got rank {rank} of {size}"):
             Shard(rank, size)
-    with pytest.raises(TypeError, match="Shard.size: expected an int, got str '2'"):
+    with pytest.raises(TypeError, match=r"Shard.size: expected an int, got str '2'"):
         Shard(0, "2")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="Shard.rank: expected an int, got bool True"):
+    with pytest.raises(TypeError, match=r"Shard.rank: expected an int, got bool True"):
         Shard(True, 2)
 
 

@@ -1,4 +1,4 @@
-"""The Marlin layout against the oracle, against tensors of the public reference, and against its own inverse."""
+"""The Marlin layout against the oracle, tensors of the public reference, and its own inverse."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_golden_bytes(folder) -> None:
 
 
 def test_first_words_by_hand() -> None:
-    """k counts up in a column of 16, n in columns of 64: lane 0's first words, written out from the drawing."""
+    """k counts up in a column of 16: lane 0's first words, written out from the drawing."""
     k = torch.arange(16)
     packed = layout.pack_fields(k.expand(64, 16).contiguous(), bits=4)
     assert f"{int(layout.pack_qweight(packed, bits=4)[0, 0]) & 0xFFFFFFFF:08x}" == "91918080"
@@ -189,7 +189,10 @@ def test_results_are_new_tensors_and_inputs_stay() -> None:
     ("call", "text"),
     [
         (lambda: layout.pack_qweight(words(64, 1), bits=4), r"weight_packed: .*K of 16.*K=8\. Pad"),
-        (lambda: layout.pack_qweight(words(96, 2), bits=4), r"weight_packed: .*N to be a multiple of 64.*N=96"),
+        (
+            lambda: layout.pack_qweight(words(96, 2), bits=4),
+            r"weight_packed: .*N to be a multiple of 64.*N=96",
+        ),
         (lambda: layout.pack_qweight(words(0, 2), bits=4), "N=0"),
         (lambda: layout.pack_qweight(words(64, 0), bits=8), "K=0"),
         (lambda: layout.pack_qweight(words(64, 2), bits=3), "expected bits to be 4 or 8.*got 3"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from checkpoints import CheckpointSpec, Source, write_checkpoint
+from marlin_moe import repack_checkpoint
 from marlin_moe.kernels.errors import LayerError
 from marlin_moe.kernels.layer import MarlinMoELayer, Shard
 from marlin_moe.repack.errors import CheckpointError, MarlinMoEError
@@ -245,3 +246,70 @@ def test_a_directory_that_is_none_is_an_error(tmp_path: Path) -> None:
 def test_a_size_below_one_is_an_error(tmp_path: Path, sizes: dict[str, int]) -> None:
     with pytest.raises(LayerError, match="of 0"):
         inspect_checkpoint(tmp_path, **sizes)
+
+
+SOURCES: dict[str, dict[str, Any]] = {
+    "gptq": {"storage": "gptq"},
+    "gptq, widened": {"storage": "gptq", "symmetric": False, "wrapped_zeros": True},
+    "awq": {"storage": "awq", "symmetric": False},
+    "fused": {"storage": "fused", "shards": 2},
+    "fused-nested": {"storage": "fused-nested", "bias": True},
+    "fused-apart": {"storage": "fused-apart"},
+    "fused-transposed": {"storage": "fused-transposed", "symmetric": False},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*widened from 4 to 8 bits")
+@pytest.mark.parametrize("changes", SOURCES.values(), ids=SOURCES)
+def test_every_kind_of_source_is_described(tmp_path: Path, changes: dict[str, Any]) -> None:
+    source = write_checkpoint(tmp_path / "source", **changes)
+    repack_checkpoint(tmp_path / "source", tmp_path / "packed")
+    for path in (tmp_path / "source", tmp_path / "packed"):
+        report = inspect_checkpoint(path)
+        layer = only_layer(report)
+        method = changes["storage"] if changes["storage"] in ("gptq", "awq") else "compressed-tensors"
+        assert (layer.quant_method, report.quant_method) == (method, method)
+        assert layer.fused == changes["storage"].startswith("fused")
+        bits = 8 if source.spec.wrapped_zeros else 4
+        assert (layer.w13.bits, layer.w2.bits) == (bits, bits)
+        assert (layer.w13_source_bits, layer.w2_source_bits) == (4, 4)
+        assert layer.source_bytes == sum(t.nbytes for t in source.expert_tensors(MODULE).values())
+        assert report.carried_tensors == len(source.other_tensors)
+        assert report.carried_bytes == sum(t.nbytes for t in source.other_tensors.values())
+        assert layer.packed_bytes == tensors_nbytes(load_layers(path)[MODULE])
+
+
+@pytest.mark.parametrize("storage", ["fused", "fused-nested", "fused-apart", "fused-transposed"])
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_dead_experts_of_3d_tensors_are_told(tmp_path: Path, storage: str, value: float) -> None:
+    """Up of expert 2 alone: half of its part where gate and up are fused."""
+    source = write_checkpoint(tmp_path, storage=storage, hidden_size=64, intermediate_size=128)
+    dot = ".weight_scale" if storage == "fused-nested" else "_scale"
+    name = f"{MODULE}.{'up_proj' if storage == 'fused-apart' else 'gate_up_proj'}{dot}"
+
+    def spoil(scales: torch.Tensor) -> torch.Tensor:
+        changed = scales.clone()
+        rows = changed[2].t() if storage == "fused-transposed" else changed[2]
+        rows[-128:] = value
+        return changed
+
+    replace_tensor(tmp_path, name, spoil)
+    report = inspect_checkpoint(tmp_path)
+    assert len(source.layers) == 1
+    if value == 0:
+        assert only_layer(report).dead_projections == (f"{MODULE}.2.up_proj",)
+        assert f"{MODULE}.2.up_proj" in report.warnings[0]
+    else:
+        (refused,) = report.refused
+        assert f"NaN or Inf in 1 projections: {MODULE}.2.up_proj" in refused.problems[0]
+
+
+@pytest.mark.parametrize("storage", ["fused", "fused-nested"])
+def test_a_3d_layer_of_wrong_shapes_does_not_hide_the_others(tmp_path: Path, storage: str) -> None:
+    write_checkpoint(tmp_path, storage=storage, num_layers=2)
+    dot = ".weight_packed" if storage == "fused-nested" else "_packed"
+    replace_tensor(tmp_path, f"{MODULE}.down_proj{dot}", lambda words: words[:, :, :-1])
+    report = inspect_checkpoint(tmp_path)
+    assert [layer.module for layer in report.refused] == [MODULE]
+    assert "expected gate_up_proj" in report.refused[0].problems[0]
+    assert [layer.module for layer in report.layers] == ["model.layers.1.mlp.experts"]

@@ -15,7 +15,8 @@ NAMINGS = {
     "feed_forward": ("feed_forward.experts", ("gate_proj", "up_proj", "down_proj")),
     "lfm2": ("feed_forward.experts", ("w1", "w3", "w2")),
 }
-STORAGES = ("compressed-tensors", "fused", "fused-nested", "gptq", "gptq_v2", "awq")
+FUSED = ("fused", "fused-nested", "fused-apart", "fused-transposed")
+STORAGES = ("compressed-tensors", *FUSED, "gptq", "gptq_v2", "awq")
 EXTRAS = (
     "attention",
     "quantized_attention",
@@ -34,7 +35,9 @@ class CheckpointSpec:
     """Everything that decides the bytes of a checkpoint.
 
     storage      compressed-tensors; fused ("experts.gate_up_proj_packed" [E, 2I, H·bits/32]) or fused-nested
-                 ("experts.gate_up_proj.weight_packed"); gptq (zero − 1 stored) or gptq_v2; awq
+                 ("experts.gate_up_proj.weight_packed"), fused-apart ("experts.gate_proj_packed" and up_proj)
+                 or fused-transposed ("experts.gate_up_proj_packed" [E, H·bits/32, 2I]); gptq (zero − 1
+                 stored) or gptq_v2; awq
     group_size   None is one scale per column; `down_bits` and `down_group_size` (0: as the others) are w2's
     actorder     as in the config; "group", "dynamic", "true" and True write a g_idx, another in each expert
     dtype        of scales, biases and everything unquantized; `scale_dtype` overrides it for scales
@@ -80,11 +83,11 @@ class CheckpointSpec:
             raise ValueError("AWQ has zero points")
         if self.storage == "awq" and (self.bits != 4 or self.down[0] != 4 or self.actorder):
             raise ValueError("AWQ has 4 bits and no order")
-        if self.storage != "compressed-tensors" and self.storage[:5] != "fused" and self.down_bits:
+        if self.storage not in ("compressed-tensors", *FUSED) and self.down_bits:
             raise ValueError("GPTQ and AWQ have one number of bits")
         if self.wrapped_zeros and (self.storage != "gptq" or self.symmetric):
             raise ValueError("only asymmetric GPTQ v1 has wrapped zeros")
-        if self.has_g_idx and self.storage in ("fused", "fused-nested"):
+        if self.has_g_idx and self.storage in FUSED:
             raise ValueError("fused experts with an order: not known to exist")
         for size, (bits, group) in ((self.hidden_size, self.gate_up), (self.intermediate_size, self.down)):
             if size % 8 or (group is not None and size % group) or bits not in (4, 8):

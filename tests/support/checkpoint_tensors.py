@@ -64,24 +64,32 @@ def awq_tensors(projection: Projection, spec: CheckpointSpec) -> dict[str, torch
 
 
 def fused_tensors(experts: list[Expert], module: str, spec: CheckpointSpec) -> dict[str, torch.Tensor]:
-    """3-D: gate_up_proj [E, 2I, H·bits/32] with gate's rows before up's, down_proj [E, H, I·bits/32]."""
+    """3-D: gate_up_proj [E, 2I, H·bits/32] with gate's rows before up's, down_proj [E, H, I·bits/32].
+
+    fused-apart has gate_proj and up_proj [E, I, H·bits/32] instead; in fused-transposed the last two
+    dimensions are swapped, biases [E, N] aside.
+    """
     of_gate = [ct_tensors(e.gate, spec) for e in experts]
     of_up = [ct_tensors(e.up, spec) for e in experts]
     of_down = [ct_tensors(e.down, spec) for e in experts]
     out = {}
     for part in of_gate[0].keys() - {"weight_shape"}:
-        gate_up = [torch.cat([gate[part], up[part]]) for gate, up in zip(of_gate, of_up, strict=True)]
-        down = [tensors[part] for tensors in of_down]
-        for name, tensors in (("gate_up_proj", gate_up), ("down_proj", down)):
+        named = {"gate_proj": of_gate, "up_proj": of_up, "down_proj": of_down}
+        stacked = {name: torch.stack([tensors[part] for tensors in each]) for name, each in named.items()}
+        if spec.storage != "fused-apart":
+            gate_up = torch.cat([stacked.pop("gate_proj"), stacked.pop("up_proj")], dim=1)
+            stacked["gate_up_proj"] = gate_up
+        for name, tensor in stacked.items():
             short = part.removeprefix("weight_")
-            key = f"{name}_{short}" if spec.storage == "fused" else f"{name}.{part}"
-            out[f"{module}.{key}"] = torch.stack(tensors)
+            key = f"{name}.{part}" if spec.storage == "fused-nested" else f"{name}_{short}"
+            turned = spec.storage == "fused-transposed" and part != "bias"
+            out[f"{module}.{key}"] = tensor.transpose(1, 2) if turned else tensor
     return out
 
 
 def expert_tensors(experts: list[Expert], module: str, spec: CheckpointSpec) -> dict[str, torch.Tensor]:
     """All tensors of one layer's routed experts."""
-    if spec.storage in ("fused", "fused-nested"):
+    if spec.storage.startswith("fused"):
         return fused_tensors(experts, module, spec)
     store = {"gptq": gptq_tensors, "gptq_v2": gptq_tensors, "awq": awq_tensors}.get(spec.storage, ct_tensors)
     out = {}

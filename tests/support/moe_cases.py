@@ -224,10 +224,23 @@ class DenseMoE:
     """The exact answer of a layer: float64 products with its dequantized weights, expert by expert."""
 
     def __init__(self, made: CaseLayer) -> None:
-        self.layer = made.layer
-        self.w13, self.w2 = (weights.double() for weights in made.layer.dequantize())  # [E, 2I, H], [E, H, I]
+        self._set(*made.layer.dequantize(), made.layer.expert_map, gated=made.layer.gated)
         self.w13_bias = None if made.w13_bias is None else made.w13_bias.double()
         self.w2_bias = None if made.w2_bias is None else made.w2_bias.double()
+
+    @classmethod
+    def of_weights(cls, w13: torch.Tensor, w2: torch.Tensor) -> DenseMoE:
+        """Of gated weights [E, 2I, H] and [E, H, I] without biases; ids count these experts."""
+        dense = cls.__new__(cls)
+        dense._set(w13, w2, None, gated=True)
+        dense.w13_bias = dense.w2_bias = None
+        return dense
+
+    def _set(
+        self, w13: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None, *, gated: bool
+    ) -> None:
+        self.w13, self.w2 = w13.double(), w2.double()  # [E, 2I, H], [E, H, I]
+        self.expert_map, self.gated = expert_map, gated
 
     def __call__(self, call: MoECall) -> torch.Tensor:
         """float64 [M, H]."""
@@ -241,7 +254,7 @@ class DenseMoE:
             hidden = (x[token] * weight if on_input else x[token]) @ self.w13[expert].T
             if self.w13_bias is not None:
                 hidden += self.w13_bias[expert]
-            parts = hidden.chunk(2, 1) if self.layer.gated else (hidden,)
+            parts = hidden.chunk(2, 1) if self.gated else (hidden,)
             y = activation.apply(*parts) @ self.w2[expert].T
             if self.w2_bias is not None:
                 y += self.w2_bias[expert]
@@ -251,9 +264,9 @@ class DenseMoE:
     def _local(self, ids: torch.Tensor) -> torch.Tensor:
         """The expert of this layer that each slot reaches, or -1."""
         ids = ids.long()
-        if self.layer.expert_map is None:
+        if self.expert_map is None:
             return ids
-        return torch.where(ids < 0, -1, self.layer.expert_map.long()[ids.clamp(min=0)])
+        return torch.where(ids < 0, -1, self.expert_map.long()[ids.clamp(min=0)])
 
 
 def difference(got: torch.Tensor, want: torch.Tensor) -> tuple[float, str]:

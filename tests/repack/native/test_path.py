@@ -66,15 +66,46 @@ def test_other_values_are_errors(switch: str, device: str, monkeypatch: pytest.M
         native_path(device)
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:1", "meta"])
 @pytest.mark.parametrize("switch", [None, "0", "1"])
 def test_other_devices_take_torch(
-    device: str, switch: str | None, missing_extension: None, monkeypatch: pytest.MonkeyPatch
+    switch: str | None, missing_extension: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_switch(monkeypatch, switch)
-    found = native_path(device)
+    found = native_path("meta")
     assert not found.used
-    assert f"on {device.split(':')[0]}" in str(found.reason)
+    assert "on meta" in str(found.reason)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+@pytest.mark.parametrize("reason", ["of the weather", None])
+@pytest.mark.parametrize("switch", [None, "0", "1"])
+def test_a_cuda_device_takes_the_kernel(
+    switch: str | None,
+    reason: str | None,
+    device: str,
+    missing_extension: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the C extension is; without the kernel it is torch with the reason, or an error."""
+    set_switch(monkeypatch, switch)
+    monkeypatch.setattr(path, "reason_against", lambda device: reason)
+    monkeypatch.setattr(path, "architecture", lambda device: "sm_90a")
+    if switch == "1" and reason is not None:
+        with pytest.raises(
+            MarlinMoEError, match=r"=1: expected the kernel .*, but of the weather\. pip install"
+        ):
+            native_path(device)
+        return
+    expected = f"torch operations ({reason})" if reason else "CUDA kernel (sm_90a)"
+    assert str(native_path(device)) == (
+        "torch operations (MARLIN_MOE_NATIVE=0)" if switch == "0" else expected
+    )
+
+
+def test_without_a_cuda_device_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MARLIN_MOE_NATIVE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert str(native_path("cuda")) == "torch operations (torch finds no CUDA device)"
 
 
 def test_missing_extension_takes_torch_and_says_so(

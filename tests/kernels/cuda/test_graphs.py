@@ -1,0 +1,166 @@
+"""CUDA graphs: captured cold, replayed at once, over new weights; nothing is allocated by a replay."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from child import in_child
+from moe_cases import DenseMoE, MoECase, check, make_call, make_layer
+
+CASE = MoECase(tokens=9, num_experts=16, hidden_size=256, padded_intermediate_size=128, top_k=4)
+
+pytestmark = pytest.mark.gpu
+
+
+@in_child(timeout_s=120)
+def test_captured_as_the_first_thing_that_the_process_does() -> None:
+    """No call before, on no stream: compiling, loading and scratch all happen inside the capture."""
+    made = make_layer(CASE, "cuda")
+    call = make_call(CASE, made.layer)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call.run(made.layer)
+    exact = DenseMoE(made)
+    for _ in range(3):
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        check(CASE, call, out, exact(call))
+    assert made.layer.workspace is not None
+    assert made.layer.workspace.nbytes == 0  # a capture holds nothing when it is over
+    assert torch.equal(call.run(made.layer), out)
+
+
+@in_child(timeout_s=120)
+def test_new_tokens_in_the_captured_tensors() -> None:
+    made = make_layer(CASE, "cuda")
+    call, exact = make_call(CASE, made.layer), DenseMoE(made)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call.run(made.layer)
+    for seed in range(1, 6):
+        other = make_call(replace(CASE, seed=seed, routing="holes"), made.layer)
+        for mine, theirs in ((call.x, other.x), (call.weights, other.weights), (call.ids, other.ids)):
+            mine.copy_(theirs)
+        graph.replay()
+        check(CASE, call, out, exact(other))
+
+
+@in_child(timeout_s=180)
+def test_two_graphs_replayed_at_once() -> None:
+    made = make_layer(CASE, "cuda")
+    call, exact = make_call(CASE, made.layer), DenseMoE(made)
+    graphs, outs, wants, wrong = [], [], [], []
+    for tokens in (9, 4):
+        part = call.first(tokens)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs.append(part.run(made.layer))
+        graph.replay()
+        check(CASE, part, outs[-1], exact(part))
+        graphs.append(graph)
+        wants.append(outs[-1].clone())
+        wrong.append(torch.zeros((), dtype=torch.int64, device="cuda"))
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for _ in range(2000):
+        for stream, graph, out, want, count in zip(streams, graphs, outs, wants, wrong, strict=True):
+            with torch.cuda.stream(stream):
+                out.fill_(torch.nan)
+                graph.replay()
+                count.add_((out != want).any())
+    torch.cuda.synchronize()
+    assert [int(count) for count in wrong] == [0, 0]
+
+
+@in_child(timeout_s=180)
+def test_a_graph_and_eager_calls_at_once() -> None:
+    made = make_layer(CASE, "cuda")
+    call = make_call(CASE, made.layer)
+    want = call.run(made.layer)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call.run(made.layer)
+    torch.cuda.synchronize()
+    wrong = torch.zeros(2, dtype=torch.int64, device="cuda")
+    side = torch.cuda.Stream()
+    for _ in range(1000):
+        with torch.cuda.stream(side):
+            graph.replay()
+            wrong[0].add_((out != want).any())
+        wrong[1].add_((call.run(made.layer) != want).any())
+    torch.cuda.synchronize()
+    assert wrong.tolist() == [0, 0]
+
+
+@in_child(timeout_s=120)
+def test_new_weights_between_replays() -> None:
+    made = make_layer(CASE, "cuda")
+    other = make_layer(replace(CASE, seed=7), "cuda")
+    call = make_call(CASE, made.layer)
+    before, after = call.run(made.layer), call.run(other.layer)
+    assert not torch.equal(before, after)
+    addresses = [tensor.data_ptr() for _, tensor in made.layer.tensors()]
+    assert made.layer.workspace is not None
+    scratch = made.layer.workspace.data_ptr()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call.run(made.layer)
+    graph.replay()
+    assert torch.equal(out, before)
+    for _ in range(3):
+        made.layer.update_(other.layer)
+        graph.replay()
+        assert torch.equal(out, after)
+        assert torch.equal(call.run(made.layer), after)
+    made.layer.workspace.reset()
+    graph.replay()
+    assert torch.equal(out, after)
+    assert [tensor.data_ptr() for _, tensor in made.layer.tensors()] == addresses
+    assert made.layer.workspace.data_ptr() == scratch
+
+
+@in_child(timeout_s=120)
+def test_a_replay_allocates_nothing_and_a_graph_leaves_nothing() -> None:
+    made = make_layer(CASE, "cuda")
+    call = make_call(CASE, made.layer)
+    for _ in range(2):  # the first capture of a process makes what torch keeps for all of them
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call.run(made.layer)
+        del graph
+        call.run(made.layer)
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call.run(made.layer)
+    before = torch.cuda.memory_stats()
+    for _ in range(100):
+        graph.replay()
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_stats()
+    for counter in ("allocation.all.allocated", "num_device_alloc"):
+        assert after[counter] == before[counter], counter
+    del graph, out
+    assert torch.cuda.memory_allocated() == held
+
+
+@in_child(timeout_s=180)
+def test_many_layers_in_one_graph_share_its_scratch() -> None:
+    """Scratch is given back to the pool after each call of the capture, so it does not add up."""
+    pieces = [make_layer(replace(CASE, seed=seed), "cuda") for seed in range(24)]
+    call = make_call(CASE, pieces[0].layer)
+    wants = [call.run(made.layer) for made in pieces]
+    assert pieces[0].layer.workspace is not None
+    scratch = pieces[0].layer.workspace.captured("cuda", call.ids.numel()).plan.nbytes
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [call.run(made.layer) for made in pieces]
+    grown = torch.cuda.memory_allocated() - held
+    assert grown <= sum(out.nbytes + 512 for out in outs) + scratch, (grown, scratch)
+    graph.replay()
+    assert all(torch.equal(out, want) for out, want in zip(outs, wants, strict=True))
