@@ -95,6 +95,7 @@ def _missing_experts(experts: ExpertTensors) -> str | None:
     return (
         f"{experts.name}: expected experts 0 .. {seen[-1]} without a gap, got {len(seen)} experts without "
         f"{', '.join(map(str, first))}{more}. A shard of the checkpoint is missing; fetch it again."
+        f"{experts.module.fewer_tensors}"
     )
 
 

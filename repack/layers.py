@@ -56,7 +56,8 @@ def layer_source(checkpoint: Checkpoint, config: Mapping[str, Any], module: Expe
     if named and count not in named and module.experts[-1] == count - 1:  # gaps are named by `check`
         raise ExpertsError(
             f"{module.name}: expected {' or '.join(map(str, sorted(named)))} experts, which config.json says "
-            f"(num_experts or alike), got {count}. A shard is missing, or the config is of another one."
+            f"(num_experts or alike), got {count}. A shard is missing, or the config is of another "
+            f"one.{module.fewer_tensors}"
         )
     if checkpoint.top_k is not None and checkpoint.top_k > module.experts[-1] + 1:
         raise ExpertsError(

@@ -7,6 +7,7 @@ seen as if its experts were numbered.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,20 @@ class ExpertsModule:
         return bool(self.fields & PACKED_FIELDS) or (
             "weight" not in self.fields and bool(self.fields & COMPANION_FIELDS)
         )
+
+    @property
+    def fewer_tensors(self) -> str:
+        """A sentence about experts that have fewer tensors than others: likely the wrong ones; or nothing."""
+        first: dict[str, str] = {}
+        counts: Counter[str] = Counter()
+        for key in self.keys:
+            expert = key.partition(".")[0]
+            first.setdefault(expert, key)
+            counts[expert] += 1
+        most = max(counts.values())
+        few = [first[expert] for expert, number in counts.items() if number < most]
+        more = f" and {len(few) - 6} more" if len(few) > 6 else ""
+        return f" Fewer tensors than other experts have: {', '.join(few[:6])}{more}." if few else ""
 
 
 VIEWED = NUMBERED[0]

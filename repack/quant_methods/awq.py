@@ -30,6 +30,11 @@ class AWQ:
         """One scheme for all linears that no entry of `modules_to_not_convert` names."""
         scheme = _weight_scheme(config)
         excluded = config.get("modules_to_not_convert") or []
+        if not isinstance(excluded, list):
+            raise SchemeError(
+                "quantization_config.modules_to_not_convert: expected a list of parts of names, got "
+                f"{excluded!r}."
+            )
         found: dict[str, dict[str, WeightScheme | None]] = {}
         for role, names in linears.items():
             for name in names:

@@ -197,9 +197,12 @@ def _weight_scheme(config: Mapping[str, Any], pattern: str | None) -> WeightSche
         if pattern.startswith("-:"):
             return None
         where = f"quantization_config.dynamic[{pattern!r}]"
-        settings.update(config["dynamic"][pattern])
+        overrides = config["dynamic"][pattern]
+        if not isinstance(overrides, Mapping):
+            raise SchemeError(f"{where}: expected an object of overrides, got {overrides!r}.")
+        settings.update(overrides)
     form = settings.get("checkpoint_format")
-    if form not in FORMATS:
+    if not isinstance(form, str | None) or form not in FORMATS:
         raise SchemeError(
             f"{where}.checkpoint_format: expected gptq, gptq_v2 or none, got {form!r}. Other formats are "
             "repacked for one kernel already; use the original checkpoint."

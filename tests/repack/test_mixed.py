@@ -30,8 +30,10 @@ def joined(*parts: CheckpointSpec) -> Source:
         prefix = f"model.layers.{i}."
         tensors |= {name: tensor for name, tensor in source.tensors.items() if name.startswith(prefix)}
         layers |= {module: experts for module, experts in source.layers.items() if module.startswith(prefix)}
-        (group,) = source.config["quantization_config"]["config_groups"].values()
-        groups[f"group_{i}"] = group | {"targets": [rf"re:.*layers\.{i}\..*experts.*"]}
+        for name, group in source.config["quantization_config"]["config_groups"].items():
+            target = group["targets"][0].replace("Linear", "re:.*experts.*")
+            here = target.replace("re:.*experts", rf"re:.*layers\.{i}\..*experts")
+            groups[f"{name}_of_{i}"] = group | {"targets": [here]}
     config = made[0].config
     config["quantization_config"]["config_groups"] = groups
     return Source(spec=replace(SPEC, num_layers=len(parts)), layers=layers, tensors=tensors, config=config)
