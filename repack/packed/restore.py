@@ -12,6 +12,7 @@ import torch
 from ...kernels.layout import pack_fields, unpack_fields
 from ..blocks import blocks
 from ..errors import ExpertsError, PackedError
+from ..quant_methods.method import PackedForm
 from ..quant_methods.table import METHODS
 from ..states import ExpertFacts
 from .invert import Inverted, inverted, read_packed
@@ -65,8 +66,9 @@ class RestoredBlock:
             canonical = self.fields[name][part.expert - self.block.start]
             if matrix == "w13" and field.becomes != "weight_g_idx":
                 canonical = canonical.chunk(facts.halves)[facts.halves - 1 if role == "up" else 0]
+        packed = PackedForm(scheme=weights, bits=form.bits, size_n=size_n, size_k=size_k)
         try:
-            return method.stored(field, canonical, weights, bits=form.bits, size_n=size_n, size_k=size_k)
+            return method.stored(field, canonical, packed)
         except ExpertsError as error:
             raise PackedError(f"{part.entry.name.rpartition('.')[0]}.{error}") from error
 

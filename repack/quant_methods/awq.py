@@ -16,7 +16,7 @@ from ..errors import ExpertsError, SchemeError
 from ..scheme import Linears, QuantScheme, WeightScheme, combine
 from ..states import ExpertTensors
 from .gptq import integer
-from .method import SCALE_DTYPES, Field
+from .method import SCALE_DTYPES, Field, PackedForm
 
 NIBBLE_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -77,16 +77,7 @@ class AWQ:
             return pack_fields(columns.transpose(-1, -2), bits=bits)
         return pack_fields(columns, bits=bits).transpose(-1, -2).contiguous()
 
-    def stored(
-        self,
-        field: Field,
-        canonical: torch.Tensor | None,
-        scheme: WeightScheme,
-        *,
-        bits: int,
-        size_n: int,
-        size_k: int,
-    ) -> torch.Tensor:
+    def stored(self, field: Field, canonical: torch.Tensor | None, form: PackedForm) -> torch.Tensor:
         """Turned and interleaved again."""
         if canonical is None:
             raise ExpertsError(f"{field.name}: expected a tensor that AWQ stores, got metadata.")
@@ -95,8 +86,10 @@ class AWQ:
         if field.becomes == "weight_scale":
             return canonical.transpose(-1, -2).contiguous()
         if field.becomes == "weight_packed":
-            return interleaved(unpack_fields(canonical, bits=bits)[..., :size_k].transpose(-1, -2), bits=bits)
-        return interleaved(unpack_fields(canonical.transpose(-1, -2), bits=bits), bits=bits)
+            return interleaved(
+                unpack_fields(canonical, bits=form.bits)[..., : form.size_k].transpose(-1, -2), bits=form.bits
+            )
+        return interleaved(unpack_fields(canonical.transpose(-1, -2), bits=form.bits), bits=form.bits)
 
 
 def interleaved(fields: torch.Tensor, *, bits: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 from ..errors import SchemeError
 from ..scheme import Linears, QuantScheme, WeightScheme, combine
 from ..states import ExpertTensors
-from .method import SCALE_DTYPES, Field
+from .method import SCALE_DTYPES, Field, PackedForm
 
 GROUPED_ACT_ORDER = ("group", "dynamic", "true")
 PLAIN_ORDER = ("weight", "static", "none", "false", "")
@@ -91,18 +91,9 @@ class CompressedTensors:
         """As it is: the stages work on this layout."""
         return stacked
 
-    def stored(
-        self,
-        field: Field,
-        canonical: torch.Tensor | None,
-        scheme: WeightScheme,
-        *,
-        bits: int,
-        size_n: int,
-        size_k: int,
-    ) -> torch.Tensor:
+    def stored(self, field: Field, canonical: torch.Tensor | None, form: PackedForm) -> torch.Tensor:
         """As it is; `weight_shape` is (N, K)."""
-        return torch.tensor((size_n, size_k)) if canonical is None else canonical
+        return torch.tensor((form.size_n, form.size_k)) if canonical is None else canonical
 
 
 def match_groups(config: Mapping[str, Any], module: str, names: tuple[str, ...]) -> dict[str, str | None]:

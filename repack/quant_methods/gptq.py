@@ -19,7 +19,7 @@ from ...kernels.layout import pack_fields, unpack_fields
 from ..errors import ExpertsError, SchemeError
 from ..scheme import Linears, QuantScheme, WeightScheme, combine
 from ..states import ExpertTensors
-from .method import SCALE_DTYPES, Field
+from .method import SCALE_DTYPES, Field, PackedForm
 
 FORMATS = {None: 1, "gptq": 1, "gptq_v2": 0}
 """checkpoint_format -> what is added to a stored zero point."""
@@ -118,29 +118,22 @@ class GPTQ:
         zeros = unpack_fields(stacked, bits=scheme.bits) + scheme.zero_offset  # [B, R, G, N]
         return pack_fields(zeros, bits=bits).transpose(-1, -2).contiguous()
 
-    def stored(
-        self,
-        field: Field,
-        canonical: torch.Tensor | None,
-        scheme: WeightScheme,
-        *,
-        bits: int,
-        size_n: int,
-        size_k: int,
-    ) -> torch.Tensor:
+    def stored(self, field: Field, canonical: torch.Tensor | None, form: PackedForm) -> torch.Tensor:
         """Turned back, zero points as this format stores them, and narrowed where they had been widened."""
         if canonical is None:  # symmetric: every zero point is the middle
-            zeros = torch.full((*field.shape[:-1], size_n), 2 ** (scheme.bits - 1) - scheme.zero_offset)
-            return pack_fields(zeros, bits=scheme.bits)
+            zeros = torch.full(
+                (*field.shape[:-1], form.size_n), 2 ** (form.scheme.bits - 1) - form.scheme.zero_offset
+            )
+            return pack_fields(zeros, bits=form.scheme.bits)
         if field.becomes in ("weight_g_idx", "weight_bias"):
             return canonical
         turned = canonical.transpose(-1, -2)  # [words of K or G, N], zero points [G, words of N]
         if field.becomes == "weight_zero_point":
-            zeros = unpack_fields(turned, bits=bits) - scheme.zero_offset
-            return pack_fields(_holding(field, zeros, scheme), bits=scheme.bits)
-        if field.becomes == "weight_packed" and bits != scheme.bits:
-            values = _holding(field, unpack_fields(canonical, bits=bits), scheme)
-            return pack_fields(values, bits=scheme.bits).transpose(-1, -2).contiguous()
+            zeros = unpack_fields(turned, bits=form.bits) - form.scheme.zero_offset
+            return pack_fields(_holding(field, zeros, form.scheme), bits=form.scheme.bits)
+        if field.becomes == "weight_packed" and form.bits != form.scheme.bits:
+            values = _holding(field, unpack_fields(canonical, bits=form.bits), form.scheme)
+            return pack_fields(values, bits=form.scheme.bits).transpose(-1, -2).contiguous()
         return turned.contiguous()
 
 

@@ -34,6 +34,16 @@ class Field:
     required: bool = True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedForm:
+    """A projection [N, K] as it flowed through the stages: its scheme, and the `bits` of its fields there."""
+
+    scheme: WeightScheme
+    bits: int
+    size_n: int
+    size_k: int
+
+
 class QuantMethod(Protocol):
     """One quantization tool."""
 
@@ -63,21 +73,12 @@ class QuantMethod(Protocol):
     ) -> torch.Tensor:
         """Stacked tensors [B, R, *shape] of one field in compressed-tensors' layout, in `bits`."""
 
-    def stored(
-        self,
-        field: Field,
-        canonical: torch.Tensor | None,
-        scheme: WeightScheme,
-        *,
-        bits: int,
-        size_n: int,
-        size_k: int,
-    ) -> torch.Tensor:
+    def stored(self, field: Field, canonical: torch.Tensor | None, form: PackedForm) -> torch.Tensor:
         """The tensor that one projection [N, K] has in the checkpoint: the inverse of `canonical`.
 
         Args:
             field: which; `canonical` is None where nothing of it flowed through the stages (metadata, the
                 constant zero points of a symmetric GPTQ checkpoint).
-            canonical: in compressed-tensors' layout, with fields of `bits`.
-            scheme: of the projection.
+            canonical: in compressed-tensors' layout, with fields of `form.bits`.
+            form: of the projection.
         """

@@ -13,6 +13,7 @@ from compare_layer import equal_bytes
 from marlin_moe import QuantScheme, process_weights
 from marlin_moe.repack.errors import ExpertsError, SchemeError
 from marlin_moe.repack.quant_methods.awq import AWQ
+from marlin_moe.repack.quant_methods.method import PackedForm
 from marlin_moe.repack.scheme import WeightScheme
 from oracle import expected_dense
 
@@ -132,10 +133,11 @@ def test_missing_zero_points_are_named() -> None:
 def test_stored_is_the_inverse_of_canonical(group_size: int | None) -> None:
     scheme = WeightScheme(bits=4, group_size=group_size, symmetric=False)
     n, k = 64, 96
+    form = PackedForm(scheme=scheme, bits=4, size_n=n, size_k=k)
     generator = torch.Generator().manual_seed(5)
     method = AWQ()
     for field in method.fields(scheme, size_n=n, size_k=k):
         assert field.becomes is not None
         wanted = torch.randint(-(2**31), 2**31, field.shape, generator=generator).to(field.dtypes[0])
         canonical = method.canonical(field.becomes, wanted[None, None], scheme, bits=4)[0, 0]
-        equal_bytes(method.stored(field, canonical, scheme, bits=4, size_n=n, size_k=k), wanted, field.name)
+        equal_bytes(method.stored(field, canonical, form), wanted, field.name)

@@ -16,6 +16,7 @@ from compare_layer import equal_bytes
 from marlin_moe import MarlinMoELayer, MarlinMoEWarning, QuantScheme, process_weights
 from marlin_moe.repack.errors import ExpertsError, SchemeError
 from marlin_moe.repack.quant_methods.gptq import GPTQ
+from marlin_moe.repack.quant_methods.method import PackedForm
 from marlin_moe.repack.scheme import WeightScheme
 from oracle import expected_dense
 
@@ -247,6 +248,7 @@ def test_stored_is_the_inverse_of_canonical(
     widened = data.draw(st.sampled_from([bits, 8]))
     scheme = WeightScheme(bits=bits, group_size=group_size, symmetric=symmetric, zero_offset=zero_offset)
     n, k = 32, 64
+    form = PackedForm(scheme=scheme, bits=widened, size_n=n, size_k=k)
     generator = torch.Generator().manual_seed(seed)
     for field in GPTQ().fields(scheme, size_n=n, size_k=k):
         if field.becomes is None:
@@ -260,5 +262,5 @@ def test_stored_is_the_inverse_of_canonical(
                 wanted &= 0x77777777 if bits == 4 else 0x7F7F7F7F  # a highest stored zero needs more bits
             method = GPTQ()
             canonical = method.canonical(field.becomes, wanted[None, None], scheme, bits=widened)[0, 0]
-        stored = GPTQ().stored(field, canonical, scheme, bits=widened, size_n=n, size_k=k)
+        stored = GPTQ().stored(field, canonical, form)
         equal_bytes(stored, wanted, field.name)
