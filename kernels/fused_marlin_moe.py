@@ -49,7 +49,7 @@ def fused_marlin_moe(
         BackendError: the backend asked for does not run this call; the text lists every backend's reason.
         WorkspaceError: no memory for the workspace, or it is smaller than one token's slots.
     """
-    if torch.compiler.is_compiling() or is_traced(x):
+    if torch.compiler.is_compiling() or is_traced(x, layer):
         options = (activation, apply_router_weight_on_input, routed_scaling_factor, backend)
         return through_dispatcher(x, layer, topk_weights, topk_ids, expert_map, out, options)
     if expert_map is None and isinstance(layer, MarlinMoELayer):

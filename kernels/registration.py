@@ -66,12 +66,13 @@ def _fused_moe_out(
     run_checked(arguments, out, backend)  # type: ignore[arg-type]
 
 
-def is_traced(x: Any) -> bool:
-    """Whether a tracer looks on: x is a fake or meta tensor, or a dispatch mode is active."""
-    if not isinstance(x, torch.Tensor):
+def is_traced(x: Any, layer: Any) -> bool:
+    """Whether a tracer looks on: x is a fake tensor or meta as the layer is, or a dispatch mode is active."""
+    if not isinstance(x, torch.Tensor) or not isinstance(layer, MarlinMoELayer):
         return False
     plain = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
-    return not plain or x.is_meta or torch._C._len_torch_dispatch_stack() > 0
+    on_meta = x.is_meta and layer.device.type == "meta"
+    return not plain or on_meta or torch._C._len_torch_dispatch_stack() > 0
 
 
 def through_dispatcher(

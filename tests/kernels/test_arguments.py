@@ -61,7 +61,10 @@ WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"out": dense(128, 4).t()}, r"out: expected contiguous rows .*got strides \(1, 4\)"),
     ({"out": dense(1, 128).expand(4, 128)}, r"out: expected contiguous rows .*got strides \(0, 1\)"),
     ({"x": X, "out": X}, r"out: expected memory of its own.*overlaps x"),
-    ({"backend": "marlin"}, r"backend: expected .*one of reference, got 'marlin'.\n  reference: accepted"),
+    (
+        {"backend": "marlin"},
+        r"backend: expected .*one of cuda, reference, got 'marlin'.\n  cuda: rejected, .*\n  reference: accepted",
+    ),
 ]
 
 
