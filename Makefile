@@ -9,7 +9,6 @@ BUILD_INPUTS := pyproject.toml setup.py constraints.txt README.md \
 	$(wildcard */__init__.py) $(wildcard repack/native/*.c repack/native/*.h)
 
 export PYTHONSAFEPATH := 1
-export MARLIN_MOE_NATIVE := 1
 
 .PHONY: help install demo test lint format clean
 
@@ -29,7 +28,7 @@ demo: $(STAMP)
 	$(BIN)/marlin-moe demo
 
 test: lint
-	$(BIN)/python -m pytest
+	MARLIN_MOE_NATIVE=1 $(BIN)/python -m pytest
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

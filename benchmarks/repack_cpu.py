@@ -22,7 +22,7 @@ import torch
 
 from marlin_moe.kernels.layout import pack_qweight
 from marlin_moe.repack.native.path import load_extension
-from marlin_moe.repack.native.repack_weights import qweight_shape, run_c_loop
+from marlin_moe.repack.native.repack_weights import qweight_shape, run_c_loop, run_torch
 
 RESULTS = Path(__file__).parent / "results" / "repack_cpu.json"
 ROOT = Path(__file__).parent.parent
@@ -76,7 +76,7 @@ def paths(
     else:
         for variant in extension.variants():
             yield f"C {variant}", partial(run_c_loop, weight_packed, out, bits=bits, variant=variant)
-    yield "torch", lambda: out.copy_(pack_qweight(weight_packed, bits=bits))
+    yield "torch", partial(run_torch, weight_packed, out, bits=bits)
 
 
 def measure(problem: Problem, threads: tuple[int, ...], repeats: int) -> list[Measurement]:

@@ -46,8 +46,8 @@ def kernels() -> None:
     metavar="NAMES",
     required=True,
     callback=architectures,
-    help="GPUs to compile for: sm_80 (A100), sm_86, sm_89 (L40), sm_90a (H100, H200), sm_100a, sm_120a; with "
-    "commas.",
+    help="GPUs to compile for: sm_80 (A100), sm_86, sm_89 (L40), sm_90a (H100, H200), sm_100a, sm_120a; "
+    "with commas.",
 )
 @click.option("--tp", metavar="N", type=click.IntRange(min=1), default=1, help="For N tensor-parallel ranks.")
 @click.option("--ep", metavar="M", type=click.IntRange(min=1), default=1, help="For M expert-parallel ranks.")

@@ -1,6 +1,8 @@
 """Layer and tokens to output. Knows no files and no checkpoint formats. Modules in dependency order.
 
 errors             `MarlinMoEError` and the op's errors
+checks             types of arguments, values of index tensors
+device             the device that a str, an int or a torch.device names
 activation         the activations between the two GEMMs, and their formulas
 layout             the Marlin layout and its inverse, in plain torch: the contract with `repack`
 matrix             one projection of all experts in that layout: QuantFormat, MarlinMatrix

@@ -136,7 +136,11 @@ class MoEArguments:
                 f"activation: expected {'a gated' if self.layer.gated else 'an ungated'} kind, because the "
                 f"layer's w13 has {halves}, got {self.activation.kind}."
             )
-        if not math.isfinite(self.routed_scaling_factor):
+        try:
+            finite = math.isfinite(self.routed_scaling_factor)
+        except OverflowError:  # an int beyond the floats, which may have too many digits to print
+            raise OpError("routed_scaling_factor: expected a finite number, got a larger integer.") from None
+        if not finite:
             raise OpError(
                 f"routed_scaling_factor: expected a finite number, got {self.routed_scaling_factor}."
             )

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from .checks import check_type, expert_indices, has_values, is_permutation
+from .device import usable_device
 from .errors import LayerError
 from .flat import FlatLayer, flatten
 from .matrix import MarlinMatrix, QuantFormat
@@ -47,7 +49,7 @@ class MarlinMoELayer:
 
     Attributes:
         w13: gate and up stacked along N: K = H, N = 2*Ip, [gate; up], each half padded alone (N = Ip if
-        ungated).
+            ungated).
         w2: down: K = Ip, N = H.
         num_global_experts: experts that router ids count, over all EP ranks.
         intermediate_size: I, unpadded.
@@ -64,6 +66,7 @@ class MarlinMoELayer:
         flat: the layer as tensors and ints, for the registered op.
 
     Raises:
+        TypeError: a part of another Python type.
         LayerError: parts that do not fit together; all problems in one text.
     """
 
@@ -83,7 +86,10 @@ class MarlinMoELayer:
     flat: FlatLayer = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self._check_types()
         problems = list(self._problems())
+        if not problems and self.workspace is None:  # a layer that only gets its workspace was looked at
+            problems = list(self._value_problems())
         if problems:
             raise LayerError("\n".join(problems))
         object.__setattr__(self, "flat", flatten(self))
@@ -131,8 +137,34 @@ class MarlinMoELayer:
             max_tokens: tokens per pass.
 
         Raises:
+            TypeError: an argument of another Python type.
             LayerError: a tensor that does not fit; it names the matrix, the expectation and the finding.
         """
+        for name, value in (
+            ("w13_qweight", w13_qweight),
+            ("w13_scales", w13_scales),
+            ("w2_qweight", w2_qweight),
+            ("w2_scales", w2_scales),
+        ):
+            check_type(name, value, torch.Tensor)
+        for name, tensor in (
+            ("w13_zero_points", w13_zero_points),
+            ("w2_zero_points", w2_zero_points),
+            ("w13_bias", w13_bias),
+            ("w2_bias", w2_bias),
+            ("w13_sort_order", w13_sort_order),
+            ("expert_map", expert_map),
+        ):
+            check_type(name, tensor, torch.Tensor, optional=True)
+        check_type("bits", bits, int)
+        check_type("symmetric", symmetric, bool)
+        for name, number in (
+            ("group_size", group_size),
+            ("w2_bits", w2_bits),
+            ("w2_group_size", w2_group_size),
+            ("intermediate_size", intermediate_size),
+        ):
+            check_type(name, number, int, optional=True)
         formats = []
         for name, qweight, size, width in (
             ("w13", w13_qweight, group_size, bits),
@@ -140,7 +172,7 @@ class MarlinMoELayer:
                 "w2",
                 w2_qweight,
                 group_size if w2_group_size is None else w2_group_size,
-                w2_bits or bits,
+                bits if w2_bits is None else w2_bits,
             ),
         ):
             if qweight.dim() != 3:
@@ -223,9 +255,9 @@ class MarlinMoELayer:
         """The same layer with a workspace attached: registers its plan with the device, allocates nothing."""
         return replace(self, workspace=Workspace.attach(self))
 
-    def to(self, device: torch.device | str) -> "MarlinMoELayer":
-        """A new layer on `device`, with that device's workspace."""
-        target = torch.device(device)
+    def to(self, device: torch.device | str | int) -> "MarlinMoELayer":
+        """A new layer on `device`, with that device's workspace; MarlinMoEError where there is none."""
+        target = usable_device(device)
         moved: dict[str, Any] = {
             name: None if (tensor := getattr(self, name)) is None else tensor.to(target)
             for name in ("expert_map", "intermediate_order")
@@ -246,9 +278,13 @@ class MarlinMoELayer:
 
         Padding and ordering are undone. A TP rank of an act-order layer gives its intermediate columns in
         sorted order, which `intermediate_order` names. `experts` are local indices; all by default.
+
+        Raises:
+            TypeError: `experts` are no integers.
+            LayerError: an index outside 0 .. E-1.
         """
-        chosen = torch.arange(self.num_experts) if experts is None else torch.as_tensor(experts)
-        chosen = chosen.to(device=self.device, dtype=torch.int64).reshape(-1)
+        chosen = expert_indices(range(self.num_experts) if experts is None else experts, self.num_experts)
+        chosen = chosen.to(self.device)
         size, padded = self.intermediate_size, self.padded_intermediate_size
         w13 = self.w13.dequantize(chosen)  # [n, 2Ip, H]
         halves = w13.unflatten(1, (-1, padded))[:, :, :size]  # [n, 2, I, H]
@@ -263,8 +299,10 @@ class MarlinMoELayer:
         """Copy a finished layer of equal shapes and facts into this one's storage: every data_ptr() stays.
 
         Raises:
+            TypeError: `other` is no layer.
             LayerError: the layers differ in a fact, shape, dtype or in what is present; nothing was written.
         """
+        check_type("update_: other", other, MarlinMoELayer)
         mine, theirs = dict(self.tensors()), dict(other.tensors())
         problems = [
             f"{name}: expected {_fact(mine.get(name))} as in the layer updated, got "
@@ -285,6 +323,39 @@ class MarlinMoELayer:
         for name, tensor in mine.items():
             tensor.copy_(theirs[name])
         return self
+
+    def _check_types(self) -> None:
+        for name, kind in (
+            ("w13", MarlinMatrix),
+            ("w2", MarlinMatrix),
+            ("num_global_experts", int),
+            ("intermediate_size", int),
+            ("gated", bool),
+            ("tp", Shard),
+            ("ep", Shard),
+            ("max_tokens", int),
+        ):
+            check_type(name, getattr(self, name), kind)
+        for name in ("expert_map", "intermediate_order"):
+            check_type(name, getattr(self, name), torch.Tensor, optional=True)
+        check_type("top_k", self.top_k, int, optional=True)
+        check_type("workspace", self.workspace, Workspace, optional=True)
+
+    def _value_problems(self) -> Iterator[str]:
+        """What is wrong with the values of index tensors, where they can be looked at."""
+        order, local = self.w13.sort_order, self.expert_map
+        if order is not None and has_values(order) and not is_permutation(order):
+            yield (
+                f"w13.sort_order: expected each of 0 .. {self.hidden_size - 1} once in every row, because it "
+                "says which source column stands at each position of K, got another one."
+            )
+        if local is not None and local.numel() and has_values(local):
+            low, high = (int(value) for value in torch.aminmax(local))
+            if low < -1 or high >= self.num_experts:
+                yield (
+                    f"expert_map: expected -1 .. {self.num_experts - 1}, because the layer holds "
+                    f"{self.num_experts} experts, got {low if low < -1 else high}."
+                )
 
     def _problems(self) -> Iterator[str]:
         e, h, padded = self.num_experts, self.hidden_size, self.padded_intermediate_size

@@ -199,8 +199,8 @@ def check_words(words: torch.Tensor, name: str, *, bits: int) -> None:
         raise LayoutError(f"{name}: expected bits to be 4 or 8, which Marlin has, got {bits}.")
     if words.dtype != torch.int32 or words.dim() < 2:
         raise LayoutError(
-            f"{name}: expected int32 words in at least two dimensions, got {words.dtype} "
-            f"{tuple(words.shape)}."
+            f"{name}: expected int32 words in at least two dimensions, "
+            f"got {words.dtype} {tuple(words.shape)}."
         )
 
 

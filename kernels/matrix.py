@@ -142,6 +142,8 @@ class MarlinMatrix:
         if words.dtype != torch.int32 or words.dim() != 3 or words.shape[2] * 2 % bits:
             yield f"qweight: expected int32 [E, K/16, N*{bits}/2], got {words.dtype} {tuple(words.shape)}."
             return
+        if not words.is_contiguous():
+            yield f"qweight: expected contiguous, got strides {words.stride()}. Give qweight.contiguous()."
         e, k, n = self.num_experts, self.size_k, self.size_n
         if k % 64 or n % 64 or not k or not n:
             yield f"qweight: expected K and N to be multiples of 64, as Marlin's tiles are, got K={k}, N={n}."

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .ahead import compile_for
+from .device import usable_device
 from .errors import WorkspaceError
 from .plan.buffers import WorkspacePlan
 from .plan.problem import LayerFacts
@@ -193,18 +194,19 @@ class Workspace:
         )
 
 
-def reserve(device: torch.device | str, *, max_tokens: int, top_k: int) -> int:
+def reserve(device: torch.device | str | int, *, max_tokens: int, top_k: int) -> int:
     """Compile ahead for every layer on `device`, and allocate on the current stream: bytes of its scratch.
 
     Layers that have none on this stream yet get max_tokens x top_k rows, whatever they were loaded with.
 
     Raises:
+        MarlinMoEError: there is no such device.
         WorkspaceError: no layer is registered; a layer has smaller scratch, which never grows; no memory.
         JitError: on CUDA, a kernel did not compile, or may not be and the cache has none.
     """
     _check_count(max_tokens, "max_tokens")
     _check_count(top_k, "top_k")
-    place = torch.empty(0, device=device).device  # as tensors name it: "cuda" is the current device
+    place = usable_device(device)  # as tensors name it: "cuda" is the current device
     rows = max_tokens * top_k
     with registry.lock:
         handles = registry.handles_on(place)

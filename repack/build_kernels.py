@@ -81,10 +81,11 @@ def build_kernels(
     layers, config_top_k = layer_facts(path)
     slots = config_top_k if top_k is None else top_k
     rows = None if slots is None else max_tokens * slots
+    unlike: dict[ExpertFacts, ExpertFacts] = {}  # most layers are alike; the first of a kind names errors
+    for layer in layers:
+        unlike.setdefault(replace(layer, module=""), layer)
     ranks = [
-        facts
-        for layer in dict.fromkeys(replace(layer, module="") for layer in layers)  # most are alike
-        for facts in all_ranks(_with_dtype(layer, dtype), tp=tp, ep=ep)
+        facts for layer in unlike.values() for facts in all_ranks(_with_dtype(layer, dtype), tp=tp, ep=ep)
     ]
     chosen = {variant: None for facts in dict.fromkeys(ranks) for variant in possible_variants(facts, rows)}
     listed = tuple(dict.fromkeys(archs))

@@ -14,6 +14,9 @@ from .quant_methods.table import METHODS
 from .scheme import QuantScheme, WeightScheme
 from .states import ExpertFacts, ExpertTensors, MatrixFacts, dtype_name
 
+SCALE_FIELDS = ("weight_scale", "scales")
+ORDER_FIELDS = ("weight_g_idx", "g_idx")
+
 
 def expert_facts(experts: ExpertTensors, scheme: QuantScheme) -> ExpertFacts:
     """The facts of a layer whose tensors all fit its scheme.
@@ -45,10 +48,6 @@ def expert_facts(experts: ExpertTensors, scheme: QuantScheme) -> ExpertFacts:
         scales_dtype=_scales_dtype(experts),
         biased=any(key.endswith(".bias") for key in experts.shapes),
     )
-
-
-SCALE_FIELDS = ("weight_scale", "scales")
-ORDER_FIELDS = ("weight_g_idx", "g_idx")
 
 
 def _scales_dtype(experts: ExpertTensors) -> torch.dtype:
@@ -189,7 +188,7 @@ def _field_problem(
     if dtype not in field.dtypes:
         names = " or ".join(dtype_name(d) for d in field.dtypes)
         return (
-            f"{experts.label(key)}: expected {names}, got {dtype_name(dtype)}, although the weights "
+            f"{experts.label(key)}: expected {names}, got {experts.dtype_name(key)}, although the weights "
             f"are {where}. The file is altered, or the config is of another checkpoint."
         )
     if field.name == "weight_shape" and tuple(found := experts.read(key).tolist()) != size:

@@ -7,6 +7,7 @@ neither read nor copied, and named in `left_out`.
 import json
 import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
@@ -14,7 +15,7 @@ from typing import Any, TypeGuard
 import torch
 
 from .errors import CheckpointError, report
-from .tensor_file import TensorEntry, TensorFile
+from .tensor_file import TensorEntry, TensorFile, file_kind
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -43,8 +44,8 @@ class Checkpoint:
 
     def __init__(self, path: str | Path, *, follow_links: bool = False) -> None:
         self.path = Path(path)
-        if not self.path.is_dir():
-            found = "a file" if self.path.exists() else "nothing there"
+        found = _what_stands_at(self.path)
+        if found is not None:
             raise CheckpointError(
                 f"{self.path}: expected a checkpoint directory (config.json and safetensors files), got "
                 f"{found}."
@@ -141,6 +142,12 @@ class Checkpoint:
         present = sorted(p.name for p in self.path.glob("*.safetensors"))
         if self.index is not None:
             chosen = list(dict.fromkeys(self._weight_map().values()))
+            wrong = [name for name in chosen if not _is_below(name)]
+            if wrong:
+                raise CheckpointError(
+                    f"{self.path}: expected file names inside the directory, got "
+                    f"{shorten([ascii(name) for name in wrong])} in its index. Fetch the index again."
+                )
         elif SINGLE in present:
             chosen = [SINGLE]
         elif len(present) == 1:
@@ -200,6 +207,25 @@ class Checkpoint:
         return problems
 
 
+def _what_stands_at(path: Path) -> str | None:
+    """What is there instead of a directory, for the error; None where it is one."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError) as error:  # nothing, or a name that no file system has
+        gone = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        return "nothing there" if gone else f"one that cannot be looked at: {error.args[-1]}"
+    if stat.S_ISDIR(mode):
+        return None
+    return "a file" if stat.S_ISREG(mode) else file_kind(mode)
+
+
+def _is_below(name: str) -> bool:
+    """Whether `name` can be that of a file below a directory."""
+    parts = PurePosixPath(name).parts
+    inner = bool(parts) and not name.startswith("/") and ".." not in parts
+    return inner and "\\" not in name and "\0" not in name
+
+
 def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
@@ -207,6 +233,9 @@ def _is_count(value: object) -> TypeGuard[int]:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; CheckpointError when it is missing or no object."""
     try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise CheckpointError(f"{path}: expected a JSON file, got {file_kind(mode)}. Fetch it again.")
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path}: expected a readable JSON file, got {error.strerror}.") from error
@@ -223,8 +252,7 @@ def inside(directory: Path, name: str, *, follow_links: bool = False) -> Path:
     Links are followed inside the directory and, from a hub snapshot (`…/snapshots/<revision>`), into the same
     repository's `blobs`; any other link out is refused unless `follow_links`.
     """
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts or "\\" in name:
+    if not _is_below(name):
         raise CheckpointError(
             f"{directory}: expected file names inside the directory, got {name!r} in its index."
         )

@@ -1,16 +1,27 @@
 """The quantized MoE layers of an open checkpoint, in order: `MoELayerSource`."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from .checkpoint import Checkpoint, shorten
 from .errors import ExpertsError, SchemeError
-from .experts.find import ExpertsModule, find_experts
+from .experts.find import ExpertsModule, find_experts, natural
 from .experts.fused import split_key
 from .quant_methods.table import METHODS
 from .scheme import Linears, QuantScheme
 from .states import ExpertTensors
+
+LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.)")
+ROUTERS = (
+    "gate.weight",
+    "router.weight",
+    "gate.wg.weight",
+    "router.layer.weight",
+    "router.classifier.weight",
+)
+"""Names of a router beside the experts module, as models have them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +42,19 @@ def moe_layers(checkpoint: Checkpoint, *, only: Iterable[str] | None = None) -> 
         ExpertsError: none is found, or `only` names one that is not there; it lists what was seen.
         SchemeError: packed experts that the config does not name, or that Marlin cannot run.
     """
-    modules = {name: module for name, module in find_experts(checkpoint.tensors).items() if module.quantized}
+    every = find_experts(checkpoint.tensors)
+    modules = {name: module for name, module in every.items() if module.quantized}
     if not modules:
         raise ExpertsError(
             f"{checkpoint.path}: expected routed experts with packed weights "
             f"(…experts.<n>.gate_proj.weight_packed or alike), got none among {len(checkpoint.tensors)} "
             f"tensors of {shorten(list(checkpoint.files))}. This is no WNA16 MoE checkpoint."
+        )
+    lost = routers_without_experts(checkpoint.tensors, every)
+    if lost:
+        raise ExpertsError(
+            f"{checkpoint.path}: expected experts beside every router, because other layers have them "
+            f"under the same names, got none beside {shorten(lost)}. A shard is missing; fetch it again."
         )
     names = list(modules) if only is None else list(only)
     unknown = [name for name in names if name not in modules]
@@ -47,6 +65,39 @@ def moe_layers(checkpoint: Checkpoint, *, only: Iterable[str] | None = None) -> 
         )
     config = checkpoint.quantization_config
     return {name: layer_source(checkpoint, config, modules[name]) for name in modules if name in names}
+
+
+def routers_without_experts(tensors: Iterable[str], modules: Iterable[str]) -> list[str]:
+    """Routers of layers that have no experts module where layers with the same names have one.
+
+    A router is what models call the weight that scores experts, beside the experts or one level above:
+    `model.layers.3.mlp.gate.weight` for `model.layers.3.mlp.experts`.
+    """
+    present = list(tensors)
+    names = set(present)
+    seen: set[str] = set()
+    lost: set[str] = set()
+    for module in modules:
+        found = LAYER_NUMBER.search(module)
+        if found is None or (alike := f"{module[: found.start(1)]}#{module[found.end(1) :]}") in seen:
+            continue
+        seen.add(alike)  # layers with the same names but for their number are looked at together
+        block = module.rpartition(".")[0]
+        for router in (f"{block}.{router}" for router in ROUTERS):
+            if router in names:
+                lost |= set(_alone(router, module, found, present))
+    return sorted(lost, key=natural)
+
+
+def _alone(router: str, module: str, number: re.Match[str], present: list[str]) -> Iterator[str]:
+    """Routers as `router` in other layers, where no tensor lies below the module as `module` there."""
+    start, stop = number.span(1)
+    for name in present:
+        other = name[start : len(name) - (len(router) - stop)]
+        if other.isdigit() and name == f"{router[:start]}{other}{router[stop:]}":
+            experts = f"{module[:start]}{other}{module[stop:]}."
+            if not any(tensor.startswith(experts) for tensor in present):
+                yield name
 
 
 def layer_source(checkpoint: Checkpoint, config: Mapping[str, Any], module: ExpertsModule) -> MoELayerSource:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from ..kernels.checks import check_type
+from ..kernels.device import usable_device
 from ..kernels.layer import WHOLE, MarlinMoELayer, Shard
 from .checkpoint import Checkpoint
 from .layers import moe_layers
@@ -16,7 +18,7 @@ from .scheme import QuantScheme
 
 def load_layers(
     path: str | Path,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | int = "cpu",
     *,
     tp: Shard = WHOLE,
     ep: Shard = WHOLE,
@@ -40,16 +42,21 @@ def load_layers(
         only: exact module names; all layers by default.
         check: also compare the hash of every tensor of a packed checkpoint.
         allow_dead_experts: accept a projection whose scales are all zero (experts that calibration never
-        reached).
+            reached).
 
     Returns:
         Layers by their module's name in the checkpoint, e.g. `model.layers.3.mlp.experts`, in natural order.
 
     Raises:
+        TypeError: an argument of another Python type.
         MarlinMoEError: anything that keeps a layer from being exactly right; all problems of a layer in one
-        text.
+            text.
     """
-    target = torch.device(device)
+    target = usable_device(device)
+    check_type("max_tokens", max_tokens, int)
+    check_type("top_k", top_k, int, optional=True)
+    if only is not None:
+        only = _names(only)
 
     def recipe(module: str, scheme: QuantScheme, config_top_k: int | None) -> Recipe:
         return Recipe(
@@ -70,3 +77,14 @@ def load_layers(
             layer.name: recipe(layer.name, layer.scheme, checkpoint.top_k).run(layer.experts, target)
             for layer in moe_layers(checkpoint, only=only).values()
         }
+
+
+def _names(only: Iterable[str]) -> tuple[str, ...]:
+    """The module names asked for; TypeError for a str, whose characters would be taken for names."""
+    if isinstance(only, str) or not isinstance(only, Iterable):
+        found = f"{type(only).__name__} {only!r}"
+        raise TypeError(f"only: expected an iterable of module names, got {found}. Pass a list of names.")
+    names = tuple(only)
+    for name in names:
+        check_type("only: a name", name, str)
+    return names

@@ -12,6 +12,7 @@ out `attach_workspace`. Fields in checkpoint layout are called `w13_weight_packe
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..kernels.checks import check_type
 from .errors import PipelineError
 from .stage import Stage, both, stage
 from .stages.attach_workspace import attach_workspace
@@ -62,6 +63,7 @@ class Pipeline:
     inputs: tuple[str, ...] = ("expert_tensors",)
 
     def __post_init__(self) -> None:
+        check_type("Pipeline: stages", self.stages, Iterable)
         object.__setattr__(self, "stages", tuple(self.stages))
         for item in self.stages:
             if not isinstance(item, Stage):

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..kernels.checks import check_type
+from ..kernels.device import usable_device
 from ..kernels.layer import WHOLE, MarlinMoELayer, Shard
 from .assemble import assemble_layer
 from .blocks import LayerMemory, run_blocks
@@ -38,6 +40,9 @@ class Recipe:
             if not isinstance(value, kind):
                 found = f"{type(value).__name__} {value!r}"
                 raise TypeError(f"{name}: expected a {kind.__name__}, got {found}.")
+        check_type("top_k", self.top_k, int, optional=True)
+        check_type("max_tokens", self.max_tokens, int)
+        check_type("allow_dead_experts", self.allow_dead_experts, bool)
         if self.dtype is not None and self.dtype not in LAYER_DTYPES:
             raise ExpertsError(
                 f"dtype: expected bfloat16, float16, float32 or None (the source's), got {self.dtype}."
@@ -78,7 +83,7 @@ def process_weights(
     scheme: QuantScheme,
     tp: Shard | None = None,
     ep: Shard | None = None,
-    device: torch.device | str | None = None,
+    device: torch.device | str | int | None = None,
     dtype: torch.dtype | None = None,
     max_tokens: int = 8192,
     top_k: int | None = None,
@@ -103,6 +108,8 @@ def process_weights(
         A `MarlinMoELayer` with its workspace.
 
     Raises:
+        TypeError: an argument of another Python type.
+        MarlinMoEError: there is no such device.
         ExpertsError: tensors that do not fit the scheme or hold values no layer can have; all in one text.
         ShardError: a TP or EP size that does not fit; it names those that do.
     """
@@ -115,7 +122,7 @@ def process_weights(
             raise ExpertsError(
                 f"experts: expected tensors on one device, got {', '.join(map(str, where))}. Pass device=."
             )
-        device = device or next(iter(where))
+        device = next(iter(where)) if device is None else device
         experts = named
     recipe = Recipe(
         scheme=scheme,
@@ -128,7 +135,7 @@ def process_weights(
         allow_dead_experts=allow_dead_experts,
         pipeline=Pipeline.default() if pipeline is None else pipeline,
     )
-    return recipe.run(experts, torch.device(device or "cpu"))
+    return recipe.run(experts, usable_device("cpu" if device is None else device))
 
 
 def update_weights_(
@@ -140,9 +147,11 @@ def update_weights_(
     finished and checked before the first byte of the layer changes.
 
     Raises:
+        TypeError: `layer` is no layer, `experts` no mapping of names to tensors.
         SchemeError: the layer was made by `from_marlin` and has no recipe.
         ExpertsError: as in `process_weights`; the layer is unchanged.
     """
+    check_type("layer", layer, MarlinMoELayer)
     if not isinstance(layer.recipe, Recipe):
         raise SchemeError(
             "layer: expected one made by load_layers or process_weights, whose recipe new weights go "

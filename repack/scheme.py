@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from ..kernels.checks import check_type
 from ..kernels.layout import BITS
 from ..kernels.matrix import GROUP_SIZES
 from .errors import SchemeError
@@ -89,6 +90,7 @@ class QuantScheme:
                 each common spelling, which have to agree.
 
         Raises:
+            TypeError: a config that is no mapping, or a module's name that is no str.
             SchemeError: a config that cannot be read, names no scheme for the experts, differs between
                 experts or between gate and up, or that Marlin cannot run.
         """
@@ -107,11 +109,13 @@ class QuantScheme:
         """Like `from_config`, but None where the config leaves every expert of the module unquantized."""
         from .quant_methods.table import METHODS
 
+        check_type("quantization_config", quantization_config, Mapping)
+        check_type("module", module, str)
         name = quantization_config.get("quant_method", "compressed-tensors")
         if not isinstance(name, str) or name not in METHODS:
             raise SchemeError(
-                f"quantization_config.quant_method: expected one of {', '.join(sorted(METHODS))}, got "
-                f"{name!r}."
+                f"quantization_config.quant_method: expected one of {', '.join(sorted(METHODS))}, "
+                f"got {name!r}."
             )
         method = METHODS[name]
         if linears is not None:
@@ -151,7 +155,7 @@ def combine(
 
     Raises:
         SchemeError: experts that differ, gate unlike up, or some quantized and some not; it names two of
-        them.
+            them.
     """
     every = [(name, scheme) for linears in found.values() for name, scheme in linears.items()]
     plain = [name for name, scheme in every if scheme is None]

@@ -37,8 +37,7 @@ class Lane:
     def empty(self, shape: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
         """A contiguous CPU tensor in pinned memory, for as long as `work` lasts; `dtype` as in `torch.empty`.
 
-        Beside the lane's own where that is full: scales that are converted or repeated take more than in the
-        file.
+        Beside the lane's own where that is full: converted or repeated scales take more than in the file.
         """
         dtype = dtype or torch.get_default_dtype()
         nbytes = math.prod(shape) * dtype.itemsize

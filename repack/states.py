@@ -56,6 +56,9 @@ class ExpertTensors:
             kind = type(tensors).__name__
             raise TypeError(f"experts: expected a mapping of names to tensors or ExpertTensors, got {kind}.")
         for name, tensor in tensors.items():
+            if not isinstance(name, str):
+                kind = type(name).__name__
+                raise TypeError(f"experts: expected keys that are str, tensors' names, got {kind} {name!r}.")
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{module}.{name}: expected a torch.Tensor, got {type(tensor).__name__}.")
         prefix = f"{module}." if module else ""
@@ -124,6 +127,14 @@ class ExpertTensors:
             return self.full_name(key)
         expert, projection, _ = key.split(".")
         return f"{self.full_name(stored)} (expert {expert}, {projection})"
+
+    def dtype_name(self, key: str) -> str:
+        """The dtype of a key for messages, in safetensors' spelling, also where torch has none."""
+        dtype = self.shapes[key][0]
+        source = self.source.source if isinstance(self.source, FusedSource) else self.source
+        if dtype is None and isinstance(source, Checkpoint):
+            return source.tensors[self.full_name(self.stored_key(key))].dtype
+        return dtype_name(dtype)
 
     def read_into(self, key: str, out: torch.Tensor) -> None:
         """Fill `out` (CPU, contiguous) with the tensor at `key` below the module."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.device import usable_device
 from .blocks import BLOCK_BYTES, run_blocks
 from .checkpoint import Checkpoint, shorten
 from .errors import CheckpointError, MarlinMoEWarning
@@ -68,7 +69,7 @@ def repack_checkpoint(
     src: str | Path,
     dst: str | Path,
     *,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | int = "cpu",
     allow_dead_experts: bool = False,
     follow_links: bool = False,
     block_bytes: int = BLOCK_BYTES,
@@ -77,8 +78,7 @@ def repack_checkpoint(
     """Write the packed checkpoint of a source: experts in the Marlin layout, everything else unchanged.
 
     Memory stays at a block of experts, whatever the size of a layer. Files get their names when they are
-    complete, the manifest last; a run that is stopped resumes when it is called again and redoes no finished
-    file.
+    complete, the manifest last; a stopped run resumes when it is called again and redoes no finished file.
 
     Args:
         src: a source checkpoint, which is only read.
@@ -95,7 +95,7 @@ def repack_checkpoint(
     """
     started = time.monotonic()
     source, destination = Path(src), Path(dst)
-    target = torch.device(device)
+    target = usable_device(device)
     refuse_nested(source, destination)
     with Checkpoint(source, follow_links=follow_links) as checkpoint:
         plan = plan_repack(checkpoint, device=target, follow_links=follow_links)
@@ -241,8 +241,8 @@ def _left_out_warning(source: Path, left_out: tuple[str, ...]) -> tuple[str, ...
     if not left_out:
         return ()
     text = (
-        f"{source}: not copied, because they are no part of the checkpoint or weights in another format: "
-        f"{shorten(sorted(set(left_out)))}."
+        f"{source}: not copied, because they are no part of the checkpoint, weights in another format or "
+        f"no regular files: {shorten(sorted(set(left_out)))}."
     )
     warnings.warn(text, MarlinMoEWarning, stacklevel=3)
     return (text,)

@@ -6,6 +6,7 @@ Reads are positioned (`preadv`) and not mapped, because a fault or a truncation 
 import ctypes
 import json
 import os
+import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,14 +68,21 @@ class TensorFile:
         self.path = path
         self.name = path.name if name is None else name
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # without O_NONBLOCK, opening a pipe waits for its writer
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise CheckpointError(
                 f"{path}: expected a readable safetensors file, got {error.strerror}. It is part of the "
                 "checkpoint; fetch it again."
             ) from error
         try:
-            self.size_bytes = os.fstat(self._fd).st_size
+            found = os.fstat(self._fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise CheckpointError(
+                    f"{path}: expected a regular file, as safetensors files are, got "
+                    f"{file_kind(found.st_mode)}. Put the file in its place; fetch it again."
+                )
+            self.size_bytes = found.st_size
             self.header_bytes, header = _read_header(self._fd, path, self.size_bytes)
         except BaseException:
             self.close()
@@ -154,6 +162,19 @@ class TensorFile:
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
             self.close()
+
+
+def file_kind(mode: int) -> str:
+    """What a file is that is not regular, from its `st_mode`, for messages."""
+    kinds = {
+        stat.S_IFDIR: "a directory",
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a character device",
+        stat.S_IFBLK: "a block device",
+        stat.S_IFLNK: "a link",
+    }
+    return kinds.get(stat.S_IFMT(mode), "a special file")
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

@@ -140,8 +140,8 @@ def reason_against(problem: MoEProblem) -> str | None:
         return f"x is {_name(problem.x_dtype)}, and tensor cores take bfloat16 or float16"
     if problem.x_dtype != facts.scales_dtype:
         return (
-            f"x is {_name(problem.x_dtype)} and the scales are {_name(facts.scales_dtype)}; load the layer "
-            f"with dtype={problem.x_dtype}"
+            f"x is {_name(problem.x_dtype)} and the scales are {_name(facts.scales_dtype)}; "
+            f"load the layer with dtype={problem.x_dtype}"
         )
     return None
 

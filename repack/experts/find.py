@@ -15,7 +15,9 @@ from ..errors import ExpertsError, report
 from .fused import FusedLayout, HasShape, fused_layout, split_key
 from .spellings import NUMBERED, Spelling
 
-NUMBERED_KEY = re.compile(r"(?:(?P<module>.+)\.)?(?P<expert>\d+)\.(?P<projection>[^.]+)\.(?P<field>[^.]+)")
+NUMBERED_KEY = re.compile(
+    r"(?:(?P<module>.+)\.)?(?P<expert>\d{1,6})\.(?P<projection>[^.]+)\.(?P<field>[^.]+)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ def find_experts(tensors: Iterable[str] | Mapping[str, HasShape]) -> dict[str, E
 
     Raises:
         ExpertsError: a module called after experts whose projections are no known triple; it lists what was
-        seen.
+            seen.
     """
     found: dict[str, list[re.Match[str]]] = {}
     for name in tensors:

@@ -137,8 +137,8 @@ def fused_layout(module: str, shapes: Mapping[str, tuple[int, ...]]) -> FusedLay
     if len(experts) != 1 or ranks:
         found = "; ".join(f"{key} {tensor.shape}" for key, tensor in tensors.items())
         raise ExpertsError(
-            f"{module}: expected fused experts as 3-D tensors [E, N, K] of one number of experts E, got "
-            f"{found}."
+            f"{module}: expected fused experts as 3-D tensors [E, N, K] of one number of experts E, "
+            f"got {found}."
         )
     layout = FusedLayout(tensors=tensors, num_experts=experts.pop())
     return _oriented(module, layout)

@@ -1,11 +1,16 @@
 """Packed words -> Marlin tiles and back, by the C loop, the kernel or torch operations (`path` decides)."""
 
+from collections.abc import Iterator
+
 import torch
 
 from ...kernels.errors import LayoutError
 from ...kernels.layout import check_packed_shape, check_qweight_shape, pack_qweight, unpack_qweight
 from .cuda_repack import pack_on_device, unpack_on_device
 from .path import load_extension, native_path
+
+PIECE_BYTES = 2 << 20
+"""Packed bytes that torch's operations take at once on a CPU."""
 
 
 def repack_weights(
@@ -37,11 +42,28 @@ def repack_weights(
     if weight_packed.numel() == 0 or weight_packed.is_meta:
         return out
     if path.variant is None:
-        return out.copy_(pack_qweight(weight_packed, bits=bits))
+        run_torch(weight_packed, out, bits=bits)
+        return out
     if weight_packed.is_cuda:
         return pack_on_device(weight_packed, out, bits=bits)
     run_c_loop(weight_packed, out, bits=bits, variant=path.variant)
     return out
+
+
+def run_torch(weight_packed: torch.Tensor, out: torch.Tensor, *, bits: int) -> None:
+    """Fill `out` by torch's operations: any device, the same bytes, slower."""
+    for experts in _pieces(weight_packed):
+        out[experts].copy_(pack_qweight(weight_packed[experts], bits=bits))
+
+
+def _pieces(weight_packed: torch.Tensor) -> Iterator[slice]:
+    """Experts in pieces whose temporaries stay in a CPU's cache; all at once elsewhere."""
+    count = len(weight_packed)
+    size = (
+        count if weight_packed.device.type != "cpu" else max(1, PIECE_BYTES * count // weight_packed.nbytes)
+    )
+    for start in range(0, count, size):
+        yield slice(start, start + size)
 
 
 def unpack_weights(qweight: torch.Tensor, *, bits: int) -> torch.Tensor:
@@ -100,8 +122,8 @@ def check_source(weight_packed: torch.Tensor, *, bits: int) -> None:
     if weight_packed.dim() != 3 or weight_packed.stride(2) != 1:
         raise LayoutError(
             "weight_packed: expected [experts, N, K*bits/32] with a contiguous last dimension, because a "
-            f"column's words are read in order, got {describe(weight_packed)}. Stack the experts, or call "
-            ".contiguous()."
+            f"column's words are read in order, got {describe(weight_packed)}. Stack the experts, "
+            "or call .contiguous()."
         )
 
 

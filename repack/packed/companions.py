@@ -1,10 +1,12 @@
 """The other files of a checkpoint directory: tokenizer, chat template, generation config, the model's code.
 
-They are copied byte for byte, so that the packed directory stands alone. Weights in other formats and hidden
-files are left out: nothing is unpickled, and what a packed checkpoint does not hold it does not pretend to.
+They are copied byte for byte, so that the packed directory stands alone. Weights in other formats, hidden
+files, pipes and devices are left out: nothing is unpickled, and what a packed checkpoint does not hold it
+does not pretend to.
 """
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +49,8 @@ def find_companions(checkpoint: Checkpoint, *, follow_links: bool = False) -> Co
 
     Raises:
         CheckpointError: a link that leads out of it, unless `follow_links`.
-        PackedError: a file with a name that the packed checkpoint needs itself.
+        PackedError: a file with a name that the packed checkpoint needs itself, or that is not UTF-8; a link
+            to nothing.
     """
     names: list[str] = []
     left_out: list[str] = []
@@ -60,7 +63,9 @@ def find_companions(checkpoint: Checkpoint, *, follow_links: bool = False) -> Co
             name = (base / file).as_posix()
             if name in (CONFIG, INDEX) or name in checkpoint.files or file.startswith("."):
                 continue
-            (left_out if file.endswith((*OTHER_WEIGHTS, *OTHER_INDEXES)) else names).append(name)
+            other = file.endswith((*OTHER_WEIGHTS, *OTHER_INDEXES))
+            (left_out if other or _is_special(Path(folder) / file) else names).append(name)
+    _refuse_unwritable(checkpoint.path, [*names, *left_out])
     taken = [name for name in names if name in RESERVED or name.startswith(f"{FORMAT}.")]
     if taken:
         raise PackedError(
@@ -68,8 +73,39 @@ def find_companions(checkpoint: Checkpoint, *, follow_links: bool = False) -> Co
             f"{shorten(taken)}. Rename or remove it."
         )
     for name in names:
-        inside(checkpoint.path, name, follow_links=follow_links)
+        _refuse_unreadable(inside(checkpoint.path, name, follow_links=follow_links))
     return Companions(names=tuple(names), left_out=tuple(left_out))
+
+
+def _is_special(path: Path) -> bool:
+    """Whether a pipe, socket or device stands there, also behind a link: reading it may never end."""
+    try:
+        return not stat.S_ISREG(path.stat().st_mode)
+    except (OSError, ValueError):
+        return False  # `_refuse_unreadable` says what it is
+
+
+def _refuse_unwritable(directory: Path, names: list[str]) -> None:
+    """Raise for names that no JSON text can hold."""
+    wrong = [ascii(name) for name in names if any("\ud800" <= char <= "\udfff" for char in name)]
+    if wrong:
+        raise PackedError(
+            f"{directory}: expected file names in UTF-8, because the manifest lists them, got "
+            f"{shorten(wrong)}. Rename or remove them."
+        )
+
+
+def _refuse_unreadable(path: Path) -> None:
+    """Raise where there is nothing to copy, before anything is written."""
+    try:
+        path.stat()
+    except OSError as error:
+        found = (
+            f"a link to {os.readlink(path)}, where there is nothing" if path.is_symlink() else error.strerror
+        )
+        raise PackedError(
+            f"{path}: expected a file to copy, got {found}. Put the file there, or remove the link."
+        ) from error
 
 
 def copy_file(source: Path, journal: Journal, name: str, progress: Progress) -> PlainFileRecord:

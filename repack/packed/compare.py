@@ -144,8 +144,8 @@ def _rest_problems(
             yield Problem(
                 name=name,
                 message=(
-                    f"{name}: expected {entry.dtype} {entry.shape} as in the source, got {mine[name].dtype} "
-                    f"{mine[name].shape}."
+                    f"{name}: expected {entry.dtype} {entry.shape} as in the source, "
+                    f"got {mine[name].dtype} {mine[name].shape}."
                 ),
             )
             continue

@@ -1,8 +1,8 @@
 """A rank's slice of a packed layer, where it is a pure cut: no value is unpacked.
 
-    I = 256, TP 2, rank 1       w13.qweight [E, H/16, gate 0..255 | up 0..255] -> [.., gate 128..255 | up
-                                128..255] w2.qweight  [E, rows 0..255 / 16, ..]          -> [E, rows 128..255
-                                / 16, ..]
+    I = 256, TP 2, rank 1
+    w13.qweight  [E, H/16, gate 0..255 | up 0..255]  ->  [E, H/16, gate 128..255 | up 128..255]
+    w2.qweight   [E, rows 0..255 / 16, ..]           ->  [E, rows 128..255 / 16, ..]
 
 A slice is a cut when it starts and ends on 64 columns (which are also whole 16-row tiles and whole words),
 or ends where I ends: there the padding is the rank's own. Scales of w2 go by groups, repeated where a group

@@ -120,7 +120,11 @@ def canonical_json(content: Any) -> bytes:
 
 
 def read_pieces(path: Path, buffer: bytearray) -> Iterator[memoryview]:
-    """The bytes of a file in order, in pieces of a reused buffer."""
-    with system_errors(f"{path}: reading"), open(path, "rb", buffering=0) as file:
+    """The bytes of a file in order, in pieces of a reused buffer; of a pipe none, instead of waiting."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)
+
+    with system_errors(f"{path}: reading"), open(path, "rb", buffering=0, opener=opener) as file:
         while count := file.readinto(buffer):
             yield memoryview(buffer)[:count]

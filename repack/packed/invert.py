@@ -58,9 +58,8 @@ def inverted(tensors: Mapping[str, torch.Tensor], facts: ExpertFacts) -> Inverte
         padding[name] = halves[:, :, size:]
     if "w13_zero_points" in tensors:
         zeros = unpack_zero_points(tensors["w13_zero_points"], bits=bits)  # [B, R*Ip*bits/32, G]
-        words = zeros.reshape(len(zeros), facts.halves, -1, zeros.shape[2]).transpose(
-            2, 3
-        )  # [B, R, G, Ip*bits/32]
+        halves = zeros.reshape(len(zeros), facts.halves, -1, zeros.shape[2])
+        words = halves.transpose(2, 3)  # [B, R, G, Ip*bits/32]
         kept, padding["w13_weight_zero_point"] = _first(words, size, bits=bits)
         fields["w13_weight_zero_point"] = kept.transpose(2, 3).flatten(1, 2)
     return _inverted_w2(tensors, facts, fields, padding)
@@ -74,9 +73,8 @@ def _inverted_w2(
 ) -> Inverted:
     bits, group_size = facts.w2.bits, facts.w2.group_size
     words = unpack_weights(tensors["w2_qweight"], bits=bits)  # [B, H, Ip*bits/32]
-    fields["w2_weight_packed"], padding["w2_weight_packed"] = _first(
-        words, facts.intermediate_size, bits=bits
-    )
+    kept, padding["w2_weight_packed"] = _first(words, facts.intermediate_size, bits=bits)
+    fields["w2_weight_packed"] = kept
     groups = 1 if group_size is None else facts.intermediate_size // group_size
     grouped = {"w2_weight_scale": unpermute_scales(tensors["w2_scales"])}  # [B, H, Gp]
     if "w2_zero_points" in tensors:

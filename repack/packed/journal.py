@@ -1,11 +1,10 @@
 """The folder of a run in progress: its lock, its partial files and a record of every finished file.
 
     destination/.marlin_moe/lock                  held (flock) while a run lives
-    destination/.marlin_moe/run.json              what is made of which source: a run of another one is
-    refused destination/.marlin_moe/<name>.partial        being written
+    destination/.marlin_moe/run.json              what is made of which source; a run of another is refused
+    destination/.marlin_moe/<name>.partial        being written
     destination/.marlin_moe/<name>.finished.json  record of a file that has its final name
-    destination/.marlin_moe/complete.json         run.json once all is done; only this folder is left to
-    remove
+    destination/.marlin_moe/complete.json         run.json once all is done; only the folder is left to remove
 
 One record per file, so that several workers can add theirs. The folder goes when the run is complete; what a
 killed run leaves is what the next one resumes from.
@@ -121,8 +120,8 @@ class Journal:
             if found:
                 raise PackedError(
                     f"{self.destination}: expected an empty directory, none, or an interrupted run to "
-                    f"resume, got {len(found)} files or folders ({', '.join(found[:4])}). Choose another "
-                    "destination."
+                    f"resume, got {len(found)} files or folders ({', '.join(found[:4])}). "
+                    "Choose another destination."
                 )
 
     def _take_lock(self) -> int:

@@ -34,8 +34,7 @@ def load_packed_layers(
     """Module name -> layer; `recipe_of(module, scheme, the config's top_k)` says how each is made.
 
     Raises:
-        PackedError: a directory that is not as its manifest says; with `check` also in the hash of any
-            tensor.
+        PackedError: a directory that is not as its manifest says; with `check` also in a tensor's hash.
         ExpertsError: an unknown name in `only`, or dead experts that the recipe does not accept.
         ShardError: as from the source.
     """

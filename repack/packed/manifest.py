@@ -94,8 +94,8 @@ def _read_json(place: Path) -> dict[str, Any]:
             "Run the same command again: it goes on where it stopped." if stopped else "Repack the source."
         )
         raise PackedError(
-            f"{place}: expected a manifest, because without one a directory is no packed checkpoint, got "
-            f"{found}. {advice}"
+            f"{place}: expected a manifest, because without one a directory is no packed checkpoint, "
+            f"got {found}. {advice}"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise PackedError(

@@ -57,15 +57,21 @@ def packed_config(source_config: bytes) -> bytes:
         renamed[QUANTIZATION_KEYS[0]] = MARKER
         holder.clear()
         holder.update(renamed)
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON can only spell as an escape
+        return (json.dumps(config, indent=2) + "\n").encode()
 
 
 def is_packed(path: str | Path) -> bool:
     """Whether a directory is a packed checkpoint, or what an interrupted run left of one."""
     path = Path(path)
-    if (path / MANIFEST).exists() or (path / WORK_FOLDER).is_dir():
-        return True
     try:
+        if (path / MANIFEST).exists() or (path / WORK_FOLDER).is_dir():
+            return True
+        if not (path / CONFIG).is_file():
+            return False  # a pipe would be waited for
         config = json.loads((path / CONFIG).read_bytes())
     except (OSError, ValueError, RecursionError):
         return False  # whoever opens it as a checkpoint says what is wrong

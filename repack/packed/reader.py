@@ -52,8 +52,8 @@ class PackedCheckpoint:
         if set(self.checkpoint.files) != {file.name for file in self.manifest.tensor_files}:
             self.checkpoint.close()
             raise PackedError(
-                f"{self.path}: expected the index to name the files of the manifest, got others. Repack "
-                "the source."
+                f"{self.path}: expected the index to name the files of the manifest, got others. "
+                "Repack the source."
             )
 
     def layers(self, only: Iterable[str] | None = None) -> list[LayerRecord]:
@@ -63,8 +63,8 @@ class PackedCheckpoint:
         unknown = [name for name in names if name not in modules]
         if unknown:
             raise ExpertsError(
-                f"only: expected names of MoE layers in {self.path} ({shorten(list(modules))}), got "
-                f"{shorten(unknown)}."
+                f"only: expected names of MoE layers in {self.path} ({shorten(list(modules))}), "
+                f"got {shorten(unknown)}."
             )
         return [layer for name, layer in modules.items() if name in names]
 

@@ -94,8 +94,8 @@ class SourceLayout:
             index = content["index"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise PackedError(
-                f"{place}: expected the headers of the source's files, got {error!r}. Repack the source "
-                "again."
+                f"{place}: expected the headers of the source's files, got {error!r}. "
+                "Repack the source again."
             ) from error
         headers = {name: len(text).to_bytes(8, "little") + text for name, text in texts.items()}
         found = tuple(

@@ -3,8 +3,7 @@
 Packed words whose last fields no weight owns (K of `weight_packed`, N of `weight_zero_point` not a multiple
 of a word) are written as zeros by every known tool. The layout has no place for other bits, and `unpack`
 could not give them back, so they are an error. So are biases that the dtype of the scales, which they are
-packed in, does not hold exactly. Projections whose scales are all zero are noted, where they
-are accepted.
+packed in, does not hold exactly. Projections whose scales are all zero are noted, where they are accepted.
 """
 
 import torch

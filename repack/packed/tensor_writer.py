@@ -93,8 +93,8 @@ class TensorWriter:
         if short:
             entry = self.plan.entries[short[0]]
             raise PackedError(
-                f"{short[0]}: expected {entry.nbytes} bytes before {self.plan.name} is finished, got "
-                f"{self._done[short[0]]}."
+                f"{short[0]}: expected {entry.nbytes} bytes before {self.plan.name} is finished, "
+                f"got {self._done[short[0]]}."
             )
         self._file.sync()
         return TensorFileRecord(

@@ -32,8 +32,8 @@ class AWQ:
         excluded = config.get("modules_to_not_convert") or []
         if not isinstance(excluded, list):
             raise SchemeError(
-                "quantization_config.modules_to_not_convert: expected a list of parts of names, got "
-                f"{excluded!r}."
+                "quantization_config.modules_to_not_convert: expected a list of parts of names, "
+                f"got {excluded!r}."
             )
         found: dict[str, dict[str, WeightScheme | None]] = {}
         for role, names in linears.items():

@@ -7,7 +7,7 @@ stages work on, so nothing is converted. (Facts: compressed-tensors 0.20, `compr
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,8 @@ from .method import SCALE_DTYPES, Field, PackedForm
 
 GROUPED_ACT_ORDER = ("group", "dynamic", "true")
 PLAIN_ORDER = ("weight", "static", "none", "false", "")
+ONLINE_LOCATIONS = ("input", "output")
+"""Where a transform acts on activations while the model runs (compressed-tensors' TransformLocation)."""
 
 
 class CompressedTensors:
@@ -37,6 +39,8 @@ class CompressedTensors:
                 if group is not None and group not in schemes:
                     schemes[group] = _weight_scheme(config, group, groups[group])
                 found.setdefault(role, {})[name] = None if group is None else schemes[group]
+        quantized = [n for schemes in found.values() for n, scheme in schemes.items() if scheme is not None]
+        _refuse_online_transforms(config, module, quantized)
         return combine("compressed-tensors", module, found)
 
     def sizes(self, packed_shape: tuple[int, ...], *, bits: int) -> tuple[int, int]:
@@ -183,6 +187,7 @@ def _weight_scheme(config: Mapping[str, Any], name: str, group: Any) -> WeightSc
         raise SchemeError(
             f"{where}: expected a scheme that compressed-tensors can read, got an error from it: {error}"
         ) from error
+    _refuse_other_compression(config)
     weights = scheme.weights
     if weights is None:
         raise SchemeError(f"{where}.weights: expected how the experts' weights are quantized, got null.")
@@ -216,6 +221,52 @@ def _weight_scheme(config: Mapping[str, Any], name: str, group: Any) -> WeightSc
         act_order=strategy == "group" and _grouped_act_order(actorder, f"{where}.weights.actorder"),
         where=where,
     )
+
+
+def _refuse_other_compression(config: Mapping[str, Any]) -> None:
+    """Raise SchemeError for what changes the meaning of the packed words beside quantization."""
+    sparsity = config.get("sparsity_config") or {}
+    structure = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else sparsity
+    if structure != "dense":
+        raise SchemeError(
+            f"quantization_config.sparsity_config: expected none or dense, because packed words hold every "
+            f"weight, got {structure!r}. Save the checkpoint without sparse compression."
+        )
+    if config.get("format") == "marlin-24":
+        raise SchemeError(
+            "quantization_config.format: expected pack-quantized, got marlin-24, whose weights are 2:4 "
+            "sparse and in an order of their own. Save the checkpoint as pack-quantized."
+        )
+
+
+def _refuse_online_transforms(config: Mapping[str, Any], module: str, names: Collection[str]) -> None:
+    """Raise SchemeError where a transform of activations has to run with an expert: this op runs none.
+
+    Transforms of weights were applied before they were quantized and ask for nothing.
+    """
+    transforms = config.get("transform_config") or {}
+    groups = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
+    for label, group in (groups or {}).items():
+        for apply in group.get("apply", ()) if isinstance(group, Mapping) else ():
+            location = str(apply.get("location", "")).lower()
+            if location not in ONLINE_LOCATIONS:
+                continue
+            targets = _names(apply.get("targets"), f"transform_config.config_groups.{label}.targets")
+            ignore = _names(apply.get("ignore") or [], f"transform_config.config_groups.{label}.ignore")
+            hit = next((name for name in names if _is_hit(name, targets, ignore)), None)
+            if hit is not None:
+                raise SchemeError(
+                    f"{module}: expected experts without transforms of their {location}, because the op "
+                    f"runs none, got transform_config.config_groups.{label} "
+                    f"({group.get('type', 'unnamed')}), which targets {hit}. Fuse the transform into the "
+                    "weights when quantizing."
+                )
+
+
+def _is_hit(name: str, targets: list[str], ignore: list[str]) -> bool:
+    from compressed_tensors.utils.match import is_match
+
+    return bool(is_match(name, _linear(), targets, ignore))
 
 
 def _grouped_act_order(actorder: Any, where: str) -> bool:

@@ -80,8 +80,8 @@ class GPTQ:
         if size_n % (32 // scheme.bits):
             raise ExpertsError(
                 f"{experts.full_name(first)}: expected a number of columns in whole words of "
-                f"{32 // scheme.bits} x {scheme.bits} bits, because GPTQ's tools pack no others, got "
-                f"{size_n}."
+                f"{32 // scheme.bits} x {scheme.bits} bits, because GPTQ's tools pack no others, "
+                f"got {size_n}."
             )
         highest = 0
         for expert in experts.module.experts:

@@ -20,8 +20,7 @@ class Field:
     Attributes:
         name: the last part of its key: `weight_packed`.
         becomes: the stages' field, without the matrix' name: `weight_packed`, `weight_scale`,
-        `weight_zero_point`,
-            `weight_g_idx`, `weight_bias`; None for metadata that is only checked.
+            `weight_zero_point`, `weight_g_idx`, `weight_bias`; None for metadata that is only checked.
         dtypes: those allowed.
         shape: the shape in the checkpoint.
         required: absence is an error.

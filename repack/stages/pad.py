@@ -3,8 +3,7 @@
     I = 96, Ip = 128        w13 [gate 0..95, 0 x 32; up 0..95, 0 x 32]      w2 rows 0..95, 0 x 32
 
 Padded columns of w13 have scale 0, so their activations are exactly 0 and what stands in w2's padded rows
-cannot
-matter: where w2 has one scale per column, that scale stays as it is.
+cannot matter: where w2 has one scale per column, that scale stays as it is.
 """
 
 from dataclasses import replace

@@ -1,7 +1,6 @@
 """scales -> Marlin order, and into the dtype asked for.
 
-The order is that of grouped scales where this rank's matrix has more than one group, else that of single
-ones.
+The order is that of grouped scales where this rank's matrix has more than one group, else of single ones.
 """
 
 import torch
@@ -39,7 +38,7 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, state: State, context: Contex
         if lost:
             context.problems.append(
                 f"{state.facts.module}.{name}: expected values within the range of {dtype}, got {lost} that "
-                f"overflow or vanish in experts {state.experts[0]}..{state.experts[-1]}. Load with the "
-                f"source's {tensor.dtype} (dtype=None)."
+                f"overflow or vanish in experts {state.experts[0]}..{state.experts[-1]}. "
+                f"Load with the source's {tensor.dtype} (dtype=None)."
             )
     return out

@@ -4,9 +4,8 @@
                                  w2 rows 0..255               -> rows 128..255
 
 Experts of other EP ranks are never gathered. A matrix with one group along K keeps it on every rank. A slice
-that
-cuts a group is regrouped, exactly: to the larger of 64 and 32 that divides both slice and group, by repeating
-scales and zero points.
+that cuts a group is regrouped, exactly: to the larger of 64 and 32 that divides both slice and group, by
+repeating scales and zero points.
 
     group_size 128, slice 192..383        source groups  | 128: s1 | 256: s2 |
     regrouped to 64                                        s1   s2   s2          (192.., 256.., 320..)
@@ -70,8 +69,8 @@ def sliced_group_size(facts: ExpertFacts, tp: Shard) -> int | None:
     )
     raise ShardError(
         f"{facts.module}: expected the intermediate size {size} to split over tp={tp.size}, got that "
-        f"{reason}. TP sizes that work: {', '.join(works)}. EP splits whole experts: up to "
-        f"{facts.num_experts}."
+        f"{reason}. TP sizes that work: {', '.join(works)}. "
+        f"EP splits whole experts: up to {facts.num_experts}."
     )
 
 

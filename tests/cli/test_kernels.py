@@ -186,6 +186,16 @@ def test_a_split_that_does_not_fit_is_a_failed_check(tmp_path: Path, compiled: l
     assert not compiled
 
 
+def test_a_split_that_does_not_fit_names_the_layer(tmp_path: Path, compiled: list[BuildSpec]) -> None:
+    write_checkpoint(tmp_path, num_layers=2, intermediate_size=128)
+    (first, second), _ = layer_facts(tmp_path)
+    assert first.module != second.module
+    result = build(tmp_path, "--arch", "sm_90a", "--tp", "3")
+    assert result.exit_code == 1
+    assert f"{first.module}: expected the intermediate size 128 to split over tp=3" in result.stderr
+    assert not compiled
+
+
 def test_scales_that_cuda_does_not_compute_in_need_a_dtype(tmp_path: Path, compiled: list[BuildSpec]) -> None:
     write_checkpoint(tmp_path, dtype=torch.float32)
     result = build(tmp_path, "--arch", "sm_90a")

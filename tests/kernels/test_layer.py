@@ -10,7 +10,8 @@ import torch
 
 from compare_layer import equal_bytes, same_layer
 from marlin_moe import MarlinMoELayer, QuantFormat, Shard
-from marlin_moe.kernels.errors import LayerError
+from marlin_moe.kernels.errors import LayerError, MarlinMoEError
+from marlin_moe.kernels.workspace import reserve
 from oracle import dequantize, scales_of_marlin, values_of_marlin, zero_points_of_marlin
 from random_layer import random_bias, random_layer
 
@@ -90,6 +91,15 @@ def test_an_ungated_layer_has_one_half() -> None:
     layer = random_layer(gated=False, padded_intermediate_size=128)
     assert layer.dequantize()[0].shape == (5, 128, 128)
     assert (layer.w13.size_n, layer.padded_intermediate_size) == (128, 128)
+
+
+@pytest.mark.parametrize("name", ["w13_qweight", "w2_scales"])
+def test_tensors_with_gaps_are_refused(name: str) -> None:
+    """A kernel reads them from their first address on."""
+    given = parts(random_layer())
+    given[name] = torch.stack((given[name], given[name]), dim=-1)[..., 0]
+    with pytest.raises(LayerError, match=rf"{name.split('_')[1]}: expected contiguous, got strides"):
+        MarlinMoELayer.from_marlin(**given)
 
 
 def test_sizes_and_bytes() -> None:
@@ -276,3 +286,83 @@ def test_a_layer_is_frozen() -> None:
     assert biased.w13.column_bias() is not None
     equal_bytes(biased.w13.column_bias(), columns.float(), "bias in column order")
     assert layer.w13.column_bias() is None
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("w13_qweight", None),
+        ("w2_scales", 1.5),
+        ("w13_bias", [1.0]),
+        ("bits", 4.0),
+        ("bits", True),
+        ("group_size", "32"),
+        ("symmetric", "yes"),
+        ("gated", 1),
+        ("intermediate_size", 127.5),
+        ("max_tokens", "8"),
+        ("top_k", "2"),
+        ("expert_map", [0, 1]),
+    ],
+)
+def test_from_marlin_names_the_argument_of_a_wrong_type(argument: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"^{argument}: expected .*, got {type(value).__name__}"):
+        MarlinMoELayer.from_marlin(**parts(random_layer()) | {argument: value})
+
+
+def test_zero_bits_of_w2_are_not_the_default() -> None:
+    with pytest.raises(LayerError, match="bits: expected 4 or 8, which Marlin has, got 0"):
+        MarlinMoELayer.from_marlin(**parts(random_layer()), w2_bits=0)
+
+
+@pytest.mark.parametrize("wrong", [-1, 5, 128], ids=["negative", "twice", "beyond K"])
+def test_a_sort_order_that_is_no_permutation(wrong: int) -> None:
+    layer = random_layer(num_experts=2)
+    order = torch.arange(128, dtype=torch.int32).repeat(2, 1)
+    order[1, 7] = wrong
+    with pytest.raises(LayerError, match=r"w13\.sort_order: expected each of 0 \.\. 127 once"):
+        MarlinMoELayer.from_marlin(**parts(layer), w13_sort_order=order)
+    on_meta = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in parts(layer).items()}
+    MarlinMoELayer.from_marlin(**on_meta, w13_sort_order=order.to("meta"))
+
+
+@pytest.mark.parametrize("wrong", [-2, 2])
+def test_an_expert_map_beyond_the_layers_experts(wrong: int) -> None:
+    local = torch.tensor([0, -1, wrong, 1], dtype=torch.int32)
+    with pytest.raises(LayerError, match=rf"expert_map: expected -1 \.\. 1, .* got {wrong}"):
+        MarlinMoELayer.from_marlin(**parts(random_layer(num_experts=2)), expert_map=local)
+
+
+@pytest.mark.parametrize(
+    ("experts", "error"),
+    [
+        ([True, False], TypeError),
+        (torch.tensor([True, False]), TypeError),
+        ([0.5], TypeError),
+        (torch.tensor([1.0]), TypeError),
+        ("01", TypeError),
+        ([-1], LayerError),
+        (torch.tensor([-1]), LayerError),
+        ([2], LayerError),
+        (torch.tensor([0, 2]), LayerError),
+    ],
+    ids=str,
+)
+def test_dequantize_takes_integer_indices_of_local_experts(experts: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="experts: expected"):
+        random_layer(num_experts=2).dequantize(experts)
+
+
+@pytest.mark.parametrize("device", ["bogus", "cuda:99", 99, -1])
+def test_a_device_that_there_is_not(device: str | int) -> None:
+    with pytest.raises(MarlinMoEError, match=rf"device: expected a device that there is \(cpu.*{device}"):
+        random_layer().to(device)
+    with pytest.raises(MarlinMoEError, match="device: expected a device that there is"):
+        reserve(device, max_tokens=1, top_k=1)
+    with pytest.raises(TypeError, match=r"device: expected a torch\.device, str or int, got NoneType"):
+        random_layer().to(None)  # type: ignore[arg-type]
+
+
+def test_update_takes_a_layer() -> None:
+    with pytest.raises(TypeError, match="update_: other: expected MarlinMoELayer, got NoneType"):
+        random_layer().update_(None)  # type: ignore[arg-type]

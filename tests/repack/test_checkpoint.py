@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -145,7 +146,7 @@ def renamed_file(name: str) -> Callable[[Path], object]:
         (renamed_file("/etc/passwd"), "inside the directory, got '/etc/passwd' in its index"),
         (renamed_file(""), "inside the directory, got ''"),
         (renamed_file("..\\model.safetensors"), "inside the directory"),
-        (renamed_file("nul\0.safetensors"), "null byte"),
+        (renamed_file("nul\0.safetensors"), r"inside the directory, got .nul\\x00\.safetensors"),
         (renamed_file("\ud800.safetensors"), "surrogates not allowed"),
         (renamed_file("x" * 300 + ".safetensors"), "File name too long"),
         (renamed_file("config.json"), r"config\.json: expected a complete safetensors file"),
@@ -239,3 +240,20 @@ def test_top_k(single: Path, config: dict[str, Any], expected: int | None) -> No
     (single / "config.json").write_text(json.dumps(config))
     with Checkpoint(single) as checkpoint:
         assert checkpoint.top_k == expected
+
+
+@pytest.mark.parametrize("entry", ["../../x", "/etc/passwd", "", "nul\0.safetensors"])
+def test_a_wrong_entry_is_named_before_the_shards_it_leaves_stray(sharded: Path, entry: str) -> None:
+    edit_json(
+        sharded / INDEX, lambda index: index["weight_map"].update(dict.fromkeys(index["weight_map"], entry))
+    )
+    with pytest.raises(CheckpointError, match="inside the directory, got ") as caught:
+        Checkpoint(sharded)
+    assert ascii(entry) in str(caught.value)
+
+
+def test_a_config_that_is_a_pipe(single: Path) -> None:
+    (single / "config.json").unlink()
+    os.mkfifo(single / "config.json")
+    with pytest.raises(CheckpointError, match=r"config\.json: expected a JSON file, got a named pipe"):
+        load_layers(single)

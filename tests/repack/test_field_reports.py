@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from checkpoints import CheckpointSpec, write_checkpoint
 from compare_layer import as_expected
 from marlin_moe import MarlinMoEWarning, Shard, load_layers, repack_checkpoint
 from marlin_moe.kernels.errors import MarlinMoEError
-from marlin_moe.repack.errors import CheckpointError, ExpertsError, ShardError
+from marlin_moe.repack.errors import CheckpointError, ExpertsError, SchemeError, ShardError
 from mutations import (
     INDEX,
     drop_tensor,
+    edit_config,
     edit_json,
     edit_weights_config,
     files_of,
@@ -239,3 +241,54 @@ def test_more_experts_per_token_than_there_are(tmp_path: Path) -> None:
         ExpertsError,
         r"mlp\.experts: expected at most 2 .*3 in config\.json \(num_experts_per_tok",
     )
+
+
+def test_a_router_whose_experts_are_gone_is_named(tmp_path: Path) -> None:
+    """The whole layer is missing, from the file too: only its router tells."""
+    write_checkpoint(tmp_path, num_layers=3, num_experts=2, hidden_size=64, intermediate_size=64)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for layer in range(3):
+        tensors[f"model.layers.{layer}.mlp.gate.weight"] = torch.ones(2, 64)
+    kept = {name: tensor for name, tensor in tensors.items() if "layers.1.mlp.experts" not in name}
+    save_file(kept, file)
+    with pytest.raises(
+        ExpertsError, match=r"beside model\.layers\.1\.mlp\.gate\.weight\. A shard is missing"
+    ):
+        load_layers(tmp_path)
+
+
+def test_experts_of_another_kind_beside_a_router_are_no_loss(tmp_path: Path) -> None:
+    """An MTP layer keeps its experts as plain 3-D tensors."""
+    write_checkpoint(tmp_path, num_layers=1, num_experts=2, hidden_size=64, intermediate_size=64)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for layer in range(2):
+        tensors[f"model.layers.{layer}.mlp.gate.weight"] = torch.ones(2, 64)
+    tensors["model.layers.1.mlp.experts.gate_up_proj"] = torch.ones(2, 128, 64)
+    save_file(tensors, file)
+    assert list(load_layers(tmp_path)) == ["model.layers.0.mlp.experts"]
+
+
+HADAMARD = {"type": "hadamard", "apply": [{"targets": ["re:.*down_proj$"], "location": "input"}]}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "transform_config",
+            {"config_groups": {"R4": HADAMARD}},
+            r"transforms of their input.*R4 \(hadamard\)",
+        ),
+        ("sparsity_config", {"format": "sparse-24-bitmask"}, r"sparsity_config.*got 'sparse-24-bitmask'"),
+        ("format", "marlin-24", r"format: expected pack-quantized, got marlin-24"),
+    ],
+)
+def test_what_changes_the_meaning_of_the_weights_is_refused(
+    tmp_path: Path, key: str, value: object, message: str
+) -> None:
+    write_checkpoint(tmp_path, num_experts=2, hidden_size=64, intermediate_size=64)
+    edit_config(tmp_path, lambda config: config["quantization_config"].update({key: value}))
+    with pytest.raises(SchemeError, match=message):
+        load_layers(tmp_path)

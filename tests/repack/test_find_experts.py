@@ -172,3 +172,8 @@ def test_the_last_experts_missing(tmp_path: Path) -> None:
             drop_tensor(tmp_path, name)
     with pytest.raises(ExpertsError, match=rf"{module}: expected 4 experts.*config.json.*got 3"):
         load_layers(tmp_path)
+
+
+def test_a_number_of_thousands_of_digits_is_no_expert() -> None:
+    names = [f"experts.{'9' * 5000}.{p}.weight_packed" for p in ("gate_proj", "up_proj", "down_proj")]
+    assert find_experts(names) == {}

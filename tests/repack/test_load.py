@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from compare_layer import as_expected, equal_bytes, same_layer
 from folders import checkpoint_folders, golden
 from marlin_moe import MarlinMoELayer, Shard, fused_marlin_moe, load_layers
 from marlin_moe.kernels.errors import LayerError, MarlinMoEError
-from marlin_moe.repack.errors import SchemeError, ShardError
+from marlin_moe.repack.errors import CheckpointError, ExpertsError, SchemeError, ShardError
 from oracle import Expert, Projection, Refused, expected_layer
 from oracle_folder import PROJECTION_NAMES, ExpectedValues, read_expected, read_experts, sha256
 
@@ -189,3 +190,26 @@ def test_every_error_is_a_marlin_moe_error(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "gone", Path(__file__)):
         with pytest.raises(MarlinMoEError, match=str(path)):
             load_layers(path)
+
+
+@pytest.mark.parametrize("only", ["model.layers.0.mlp.experts", 5, [5]])
+def test_only_takes_a_list_of_names(tmp_path: Path, only: Any) -> None:
+    with pytest.raises(TypeError, match=r"^only: "):
+        load_layers(tmp_path, only=only)
+
+
+def test_paths_and_devices_that_there_are_not(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="expected a checkpoint directory"):
+        load_layers("x" * 5000)
+    with pytest.raises(MarlinMoEError, match=r"device: expected a device that there is.*bogus"):
+        load_layers(tmp_path, "bogus")
+
+
+def test_a_dtype_that_marlin_has_not_is_called_by_its_name(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, CheckpointSpec(num_experts=2, hidden_size=64, intermediate_size=64))
+    file = tmp_path / "model.safetensors"
+    content = file.read_bytes()
+    start = content.index(b'.experts.1.down_proj.weight_packed":')
+    file.write_bytes(content[:start] + content[start:].replace(b'"I32"', b'"U32"', 1))
+    with pytest.raises(ExpertsError, match=r"1\.down_proj\.weight_packed: expected I32, got U32"):
+        load_layers(tmp_path)

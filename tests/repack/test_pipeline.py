@@ -280,3 +280,9 @@ def test_a_plan_reads_nothing() -> None:
     assert {tensor.device.type for _, tensor in result.tensors()} == {"meta"}
     assert tuple(result["w13_qweight"].shape) == (1, 4, 256)
     assert (result.facts.intermediate_size, result.facts.padded_intermediate_size) == (32, 64)
+
+
+@pytest.mark.parametrize("stages", [None, 5])
+def test_stages_that_are_none(stages: Any) -> None:
+    with pytest.raises(TypeError, match="Pipeline: stages: expected Iterable, got"):
+        Pipeline(stages)

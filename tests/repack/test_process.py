@@ -17,7 +17,7 @@ from checkpoints import Source, make_source, write_source
 from compare_layer import as_expected, equal_bytes, hashes, same_layer
 from marlin_moe import MarlinMoELayer, QuantScheme, Shard, load_layers, process_weights, update_weights_
 from marlin_moe.kernels.errors import LayerError
-from marlin_moe.repack.errors import ExpertsError, SchemeError, ShardError
+from marlin_moe.repack.errors import ExpertsError, MarlinMoEError, SchemeError, ShardError
 from oracle import Refused, expected_layer
 from random_layer import random_layer
 from strategies import checkpoint_specs, ranks
@@ -263,3 +263,36 @@ def test_equal_bytes_sees_every_difference() -> None:
     ):
         with pytest.raises(AssertionError, match="thing"):
             equal_bytes(got, expected, "thing")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_tokens": "8"}, "max_tokens: expected int, got str"),
+        ({"top_k": "2"}, "top_k: expected int or None, got str"),
+        ({"allow_dead_experts": 1}, "allow_dead_experts: expected bool, got int"),
+        ({"device": 1.5}, "device: expected a torch"),
+    ],
+)
+def test_options_of_a_wrong_type(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        load(make_source(PLAIN), **options)
+
+
+def test_devices_are_taken_as_they_are_named() -> None:
+    source = make_source(PLAIN)
+    with pytest.raises(MarlinMoEError, match=r"device: expected a device that there is.*bogus"):
+        load(source, device="bogus")
+    if torch.cuda.is_available():
+        assert load(source, device=0).device == torch.device("cuda:0")
+    else:
+        with pytest.raises(MarlinMoEError, match=r"device: expected a device that there is \(cpu\), got '0'"):
+            load(source, device=0)
+
+
+def test_what_is_no_layer_and_no_name() -> None:
+    source = make_source(PLAIN)
+    with pytest.raises(TypeError, match="layer: expected MarlinMoELayer, got NoneType"):
+        update_weights_(None, {})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="keys that are str, tensors' names, got int 7"):
+        process_weights({7: torch.zeros(1)}, scheme=scheme_of(source))  # type: ignore[dict-item]

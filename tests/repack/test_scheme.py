@@ -288,3 +288,9 @@ def test_a_large_model_takes_seconds(capsys: pytest.CaptureFixture[str]) -> None
         assert find(given, experts=128, module=f"model.layers.{layer}.mlp.experts") is not None
     with capsys.disabled():
         print(f"\n{48 * 128 * 3} linears matched in {time.perf_counter() - started:.1f} s")
+
+
+@pytest.mark.parametrize("config", [None, "compressed-tensors", 5])
+def test_a_config_that_is_no_mapping(config: Any) -> None:
+    with pytest.raises(TypeError, match="quantization_config: expected Mapping, got"):
+        QuantScheme.from_config(config, "model.layers.0.mlp.experts")

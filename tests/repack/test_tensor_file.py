@@ -165,3 +165,11 @@ def test_an_unknown_dtype_is_named(tmp_path: Path) -> None:
         ),
     ):
         opened.read("x")
+
+
+def test_what_is_no_regular_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    (tmp_path / "folder.safetensors").mkdir()
+    for name, kind in (("pipe", "a named pipe"), ("folder", "a directory")):
+        with pytest.raises(CheckpointError, match=f"expected a regular file.*got {kind}"):
+            TensorFile(tmp_path / f"{name}.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import xxhash
 from safetensors import safe_open
 
 from marlin_moe import MarlinMoEWarning, load_layers, repack_checkpoint
-from marlin_moe.repack.errors import CheckpointError
+from marlin_moe.repack.errors import CheckpointError, PackedError
 from marlin_moe.repack.packed.names import layer_files, packed_config
 from packed_files import MANIFEST, contents
 
@@ -146,3 +147,29 @@ def test_the_config_keeps_its_order_and_an_old_key_is_renamed() -> None:
     packed = packed_config(json.dumps(config).encode())
     assert list(json.loads(packed)) == ["a", "quantization_config", "z"]
     assert "ü".encode() in packed
+
+
+def test_a_pipe_is_named_and_not_copied(own_pair: Callable[[str], Any], tmp_path: Path) -> None:
+    source = own_pair("plain").source
+    os.mkfifo(source / "pipe.txt")
+    with pytest.warns(MarlinMoEWarning, match=r"not copied.*no regular files: pipe\.txt"):
+        report = repack_checkpoint(source, tmp_path / "new")
+    assert report.left_out == ("pipe.txt",)
+    assert not (tmp_path / "new" / "pipe.txt").exists()
+
+
+def test_companions_that_cannot_be_copied_or_named(own_pair: Callable[[str], Any], tmp_path: Path) -> None:
+    source = own_pair("plain").source
+    (source / "gone.txt").symlink_to("nowhere.txt")
+    with pytest.raises(PackedError, match=r"gone\.txt: expected a file to copy, got a link to nowhere\.txt"):
+        repack_checkpoint(source, tmp_path / "new")
+    (source / "gone.txt").unlink()
+    Path(os.fsdecode(os.fsencode(source) + b"/caf\xe9.txt")).write_text("x")
+    with pytest.raises(PackedError, match=r"expected file names in UTF-8.*caf\\udce9\.txt"):
+        repack_checkpoint(source, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_half_a_surrogate_pair_in_the_config() -> None:
+    config = b'{"note": "\\ud800", "quantization_config": {}}'
+    assert json.loads(packed_config(config))["note"] == "\ud800"
