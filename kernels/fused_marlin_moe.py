@@ -58,7 +58,7 @@ def fused_marlin_moe(
     workspace = layer.workspace if isinstance(layer, MarlinMoELayer) and layer.device.type == "cuda" else None
     if workspace is not None and out is None and isinstance(x, torch.Tensor):
         options = (activation, apply_router_weight_on_input, routed_scaling_factor, backend)
-        key = call_key(x, topk_weights, topk_ids, expert_map, options)
+        key = call_key(x, topk_weights, topk_ids, expert_map, (*options, layer.w13, layer.w2))
         ready: ReadyCall | None = workspace.calls.get(key)
         if ready is not None and ready.fits(x, topk_weights):
             return ready.run(x, topk_weights, topk_ids, expert_map, workspace)
