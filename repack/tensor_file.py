@@ -87,19 +87,10 @@ class TensorFile:
         except BaseException:
             self.close()
             raise
-        self.metadata: dict[str, str] = header.pop("__metadata__", {})
-        start = self.header_bytes
-        self.entries: Mapping[str, TensorEntry] = {
-            key: TensorEntry(
-                name=key,
-                dtype=value["dtype"],
-                shape=tuple(value["shape"]),
-                file=self.name,
-                offset_bytes=start + value["data_offsets"][0],
-                nbytes=value["data_offsets"][1] - value["data_offsets"][0],
-            )
-            for key, value in header.items()
-        }
+        self.metadata: dict[str, str] = header.get("__metadata__", {})
+        self.entries: Mapping[str, TensorEntry] = header_entries(
+            header, file=self.name, header_bytes=self.header_bytes
+        )
 
     def read(self, name: str) -> torch.Tensor:
         """A new CPU tensor with the bytes of tensor `name`."""
@@ -184,6 +175,22 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     if tensor.nbytes == 0:
         return memoryview(bytearray())
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def header_entries(header: Mapping[str, Any], *, file: str, header_bytes: int) -> dict[str, TensorEntry]:
+    """Where the tensors of a parsed header lie, in its order; `header_bytes` stand before the data."""
+    return {
+        name: TensorEntry(
+            name=name,
+            dtype=value["dtype"],
+            shape=tuple(value["shape"]),
+            file=file,
+            offset_bytes=header_bytes + value["data_offsets"][0],
+            nbytes=value["data_offsets"][1] - value["data_offsets"][0],
+        )
+        for name, value in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _read_header(fd: int, path: Path, size_bytes: int) -> tuple[int, dict[str, Any]]:

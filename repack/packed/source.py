@@ -12,7 +12,7 @@ from typing import Any
 
 from ..checkpoint import CONFIG, INDEX, Checkpoint
 from ..errors import PackedError
-from ..tensor_file import TensorEntry
+from ..tensor_file import TensorEntry, header_entries
 from .durable import canonical_json, digest
 from .names import SOURCE_FILES
 
@@ -60,19 +60,7 @@ class SourceLayout:
     def entries(self, file: str) -> list[TensorEntry]:
         """The tensors of one source file in the order of their bytes."""
         header = self.headers[file]
-        content = json.loads(header[8:])
-        content.pop("__metadata__", None)
-        entries = [
-            TensorEntry(
-                name=name,
-                dtype=value["dtype"],
-                shape=tuple(value["shape"]),
-                file=file,
-                offset_bytes=len(header) + value["data_offsets"][0],
-                nbytes=value["data_offsets"][1] - value["data_offsets"][0],
-            )
-            for name, value in content.items()
-        ]
+        entries = header_entries(json.loads(header[8:]), file=file, header_bytes=len(header)).values()
         return sorted(entries, key=lambda entry: (entry.offset_bytes, entry.nbytes))
 
     def as_bytes(self) -> bytes:

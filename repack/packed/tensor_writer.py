@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 
 from ..errors import PackedError
-from ..tensor_file import TensorEntry
+from ..tensor_file import TensorEntry, header_entries
 from .durable import PartialFile, digest
 from .journal import Journal
 from .records import TensorFileRecord, TensorRecord
@@ -48,18 +48,7 @@ def plan_file(name: str, tensors: Mapping[str, tuple[str, tuple[int, ...], int]]
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(len(text) + 8) % DATA_ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
-    del content["__metadata__"]
-    entries = {
-        key: TensorEntry(
-            name=key,
-            dtype=value["dtype"],
-            shape=tuple(value["shape"]),
-            file=name,
-            offset_bytes=len(header) + value["data_offsets"][0],
-            nbytes=value["data_offsets"][1] - value["data_offsets"][0],
-        )
-        for key, value in content.items()
-    }
+    entries = header_entries(content, file=name, header_bytes=len(header))
     return FilePlan(name=name, header=header, entries=entries)
 
 

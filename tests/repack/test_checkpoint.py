@@ -24,18 +24,6 @@ from mutations import INDEX, drop_tensor, edit_config, edit_json, file_of, renam
 SPEC = CheckpointSpec(num_experts=2, hidden_size=64, intermediate_size=64)
 
 
-@pytest.fixture
-def single(tmp_path: Path) -> Path:
-    write_checkpoint(tmp_path / "single", SPEC)
-    return tmp_path / "single"
-
-
-@pytest.fixture
-def sharded(tmp_path: Path) -> Path:
-    write_checkpoint(tmp_path / "sharded", SPEC, shards=3)
-    return tmp_path / "sharded"
-
-
 @pytest.mark.parametrize("shards", [1, 2, 5])
 def test_every_tensor_of_every_file(tmp_path: Path, shards: int) -> None:
     source = write_checkpoint(tmp_path, SPEC, shards=shards)

@@ -8,25 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import CheckpointSpec, write_checkpoint
+from checkpoints import CheckpointSpec
 from marlin_moe import load_layers
 from marlin_moe.repack.checkpoint import Checkpoint
 from marlin_moe.repack.errors import CheckpointError
 from mutations import INDEX
 
 SPEC = CheckpointSpec(num_experts=2, hidden_size=64, intermediate_size=64)
-
-
-@pytest.fixture
-def single(tmp_path: Path) -> Path:
-    write_checkpoint(tmp_path / "single", SPEC)
-    return tmp_path / "single"
-
-
-@pytest.fixture
-def sharded(tmp_path: Path) -> Path:
-    write_checkpoint(tmp_path / "sharded", SPEC, shards=3)
-    return tmp_path / "sharded"
 
 
 def linked(path: Path, target: Path, name: str = "model.safetensors") -> None:

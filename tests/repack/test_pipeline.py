@@ -13,13 +13,11 @@ from checkpoints import CheckpointSpec, make_source
 from compare_layer import as_expected, equal_bytes, same_layer
 from marlin_moe import (
     Context,
-    MarlinMoELayer,
     Pipeline,
     QuantScheme,
     Shard,
     Stage,
     State,
-    process_weights,
     stage,
     update_weights_,
 )
@@ -29,17 +27,7 @@ from marlin_moe.repack.check import expert_facts
 from marlin_moe.repack.errors import PipelineError
 from marlin_moe.repack.pipeline import STAGES, both
 from marlin_moe.repack.states import ExpertTensors
-
-SPEC = CheckpointSpec(num_experts=2, hidden_size=64, intermediate_size=128, symmetric=False, bias=True)
-PLAIN = CheckpointSpec(num_experts=2, hidden_size=64, intermediate_size=128)
-MODULE = "model.layers.0.mlp.experts"
-NAMES = [item.name for item in STAGES]
-
-
-def load(pipeline: Pipeline | None, spec: CheckpointSpec = SPEC, **options: Any) -> MarlinMoELayer:
-    source = make_source(spec)
-    scheme = QuantScheme.from_config(source.config["quantization_config"], MODULE)
-    return process_weights(source.expert_tensors(MODULE), scheme=scheme, pipeline=pipeline, **options)
+from small_pipelines import MODULE, NAMES, PLAIN, SPEC, load
 
 
 @stage(reads=both("weight_scale"), writes=both("weight_scale"))

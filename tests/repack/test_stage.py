@@ -7,30 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import CheckpointSpec, make_source
 from compare_layer import equal_bytes
 from marlin_moe import (
     Context,
-    MarlinMoELayer,
     Pipeline,
-    QuantScheme,
     State,
-    process_weights,
     stage,
 )
 from marlin_moe.repack.errors import PipelineError
-from marlin_moe.repack.pipeline import STAGES
-
-SPEC = CheckpointSpec(num_experts=2, hidden_size=64, intermediate_size=128, symmetric=False, bias=True)
-PLAIN = CheckpointSpec(num_experts=2, hidden_size=64, intermediate_size=128)
-MODULE = "model.layers.0.mlp.experts"
-NAMES = [item.name for item in STAGES]
-
-
-def load(pipeline: Pipeline | None, spec: CheckpointSpec = SPEC, **options: Any) -> MarlinMoELayer:
-    source = make_source(spec)
-    scheme = QuantScheme.from_config(source.config["quantization_config"], MODULE)
-    return process_weights(source.expert_tensors(MODULE), scheme=scheme, pipeline=pipeline, **options)
+from small_pipelines import MODULE, load
 
 
 def test_an_added_stage_of_the_whole_layer() -> None:
