@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
+from .device import reason_against_kernels
 from .plan.cuda_moe import variants
 from .plan.problem import LayerFacts
 
@@ -22,7 +23,7 @@ def compile_for(facts: Iterable[LayerFacts], device: torch.device) -> None:
     from .jit.build import compiling_is_forbidden
 
     wanted = list(dict.fromkeys(facts))
-    if not wanted or not _runs_on(device):
+    if not wanted or reason_against_kernels(device) is not None:
         return
     if not compiling_is_forbidden():
         cuda_moe.compile_ahead(wanted, device)
@@ -30,10 +31,3 @@ def compile_for(facts: Iterable[LayerFacts], device: torch.device) -> None:
     for layer in wanted:
         for variant in variants(layer):
             cuda_moe.prepared(variant, layer.num_experts, device)
-
-
-def _runs_on(device: torch.device) -> bool:
-    from .backends import cuda_moe
-
-    capable = torch.cuda.get_device_capability(device) >= cuda_moe.MIN_CAPABILITY
-    return capable and cuda_moe.has_compiler()

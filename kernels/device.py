@@ -1,8 +1,13 @@
-"""The devices that a user may name: a str, an int or a torch.device -> one that this process can use."""
+"""Devices: the ones that a user may name, and whether this package's CUDA kernels run on one."""
+
+import functools
+import importlib.util
 
 import torch
 
 from .errors import MarlinMoEError
+
+MIN_CAPABILITY = (8, 0)  # mma.m16n8k16 and cp.async
 
 
 def usable_device(value: torch.device | str | int, *, name: str = "device") -> torch.device:
@@ -23,3 +28,31 @@ def usable_device(value: torch.device | str | int, *, name: str = "device") -> t
         raise MarlinMoEError(
             f"{name}: expected a device that there is ({', '.join(there)}), got {str(value)!r}: {reason}"
         ) from error
+
+
+def reason_against_kernels(device: torch.device | None = None) -> str | None:
+    """Why the CUDA kernels do not run on a CUDA device (None: the current one), or None."""
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < MIN_CAPABILITY:
+        return f"the device is of compute capability {major}.{minor}, and the kernels need 8.0"
+    if not has_compiler():
+        return "the extra marlin-moe[cuda] is not installed, which compiles its kernels"
+    return None
+
+
+@functools.lru_cache(maxsize=1)
+def has_compiler() -> bool:
+    """Whether cuda.core is installed."""
+    try:
+        return importlib.util.find_spec("cuda.core") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@functools.lru_cache(maxsize=64)
+def architecture(device: torch.device) -> str:
+    """The device's architecture as the compiler names it: `sm_90a`."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"

@@ -5,12 +5,12 @@ own grid barrier. Any number of streams may call: the driver starts a cooperativ
 """
 
 import functools
-import importlib.util
 from collections.abc import Iterable
 
 import torch
 
 from ..arguments import MoEArguments
+from ..device import architecture, reason_against_kernels
 from ..jit.build import compile_all
 from ..jit.launch import PreparedLaunch
 from ..jit.load import load_kernel
@@ -23,7 +23,6 @@ from ..plan.reference import too_few_rows
 from ..scratch import Lease
 from .cuda_arguments import KINDS, PARAMETERS, activation_numbers, flags_of, matrix_addresses
 
-MIN_CAPABILITY = (8, 0)
 VECTOR_BYTES = 16
 
 
@@ -32,23 +31,7 @@ def reason_against(problem: MoEProblem) -> str | None:
     reason = planner.reason_against(problem)
     if reason is not None:
         return reason
-    if not torch.cuda.is_available():
-        return "torch finds no CUDA device"
-    capability = torch.cuda.get_device_capability()
-    if capability < MIN_CAPABILITY:
-        return f"the device is of compute capability {capability[0]}.{capability[1]}, and mma needs 8.0"
-    if not has_compiler():
-        return "the extra marlin-moe[cuda] is not installed, which compiles its kernels"
-    return None
-
-
-@functools.lru_cache(maxsize=1)
-def has_compiler() -> bool:
-    """Whether cuda.core is installed."""
-    try:
-        return importlib.util.find_spec("cuda.core") is not None
-    except ModuleNotFoundError:
-        return False
+    return reason_against_kernels()
 
 
 def run(arguments: MoEArguments, out: torch.Tensor, lease: Lease) -> None:
@@ -159,9 +142,3 @@ def compile_ahead(facts: Iterable[LayerFacts], device: torch.device) -> None:
 def sm_count(device: torch.device) -> int:
     """The device's multiprocessors."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def architecture(device: torch.device) -> str:
-    """The device's architecture as the compiler names it: `sm_90a`."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"

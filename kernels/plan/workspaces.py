@@ -2,6 +2,7 @@
 
 import torch
 
+from ..device import reason_against_kernels
 from . import cuda_moe, reference
 from .buffers import WorkspacePlan
 from .problem import LayerFacts
@@ -20,4 +21,4 @@ def plan_workspace(backend: str, facts: LayerFacts, device: torch.device, *, row
 def usual_backend(facts: LayerFacts, device: torch.device) -> str:
     """The backend that runs a layer's calls where x has the dtype of its scales."""
     fitting = device.type == "cuda" and facts.scales_dtype in (torch.bfloat16, torch.float16)
-    return "cuda" if fitting else "reference"
+    return "cuda" if fitting and reason_against_kernels(device) is None else "reference"

@@ -3,11 +3,9 @@
 All run on the current stream of the tensors' device and see addresses only: callers check shapes before.
 """
 
-import functools
-import importlib.util
-
 import torch
 
+from ...kernels.device import architecture
 from ...kernels.jit.launch import Argument
 from ...kernels.jit.load import load_kernel
 from ...kernels.jit.source import KernelSource
@@ -18,7 +16,6 @@ TILES = 2
 """Tiles of 64 columns x 32 words that one block of threads has in flight."""
 
 THREADS, TILE_WORDS, TILE_GROUPS, VECTOR_BYTES = 256, 32, 64, 16
-MIN_CAPABILITY = (8, 0)
 ELEMENTS = {2: "u16", 4: "u32"}
 WEIGHT_KERNELS = tuple(
     f"{name}_qweight<{bits}, {vector}>"
@@ -34,24 +31,6 @@ PERMUTE_KERNELS = (
     ),
     *(f"pack_zero_points<{bits}>" for bits in BITS),
 )
-
-
-def reason_against(device: torch.device) -> str | None:
-    """Why the kernels do not run on a CUDA device, or None."""
-    if not torch.cuda.is_available():
-        return "torch finds no CUDA device"
-    if not _has_compiler():
-        return "the extra marlin-moe[cuda] is not installed, which compiles the kernel"
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < MIN_CAPABILITY:
-        return f"the device is of compute capability {major}.{minor}, and the kernel is built for 8.0 and up"
-    return None
-
-
-def architecture(device: torch.device) -> str:
-    """The device's architecture as the compiler names it: `sm_90a`."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
 def build_specs(arch: str, *, tiles: int = TILES) -> tuple[BuildSpec, BuildSpec]:
@@ -163,12 +142,3 @@ def _launch(
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device).cuda_stream
         load_kernel(spec, device, kernel=kernel).launch(blocks, THREADS, 0, stream, arguments)
-
-
-@functools.lru_cache(maxsize=1)
-def _has_compiler() -> bool:
-    """Whether cuda.core is installed."""
-    try:
-        return importlib.util.find_spec("cuda.core") is not None
-    except ModuleNotFoundError:
-        return False

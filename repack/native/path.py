@@ -8,8 +8,8 @@ from types import ModuleType
 
 import torch
 
+from ...kernels.device import architecture, reason_against_kernels
 from ...kernels.errors import MarlinMoEError
-from .cuda_repack import architecture, reason_against
 
 SWITCH = "MARLIN_MOE_NATIVE"
 BUILD_ADVICE = "Install a C compiler and the package again, or unset the variable to use torch operations."
@@ -83,7 +83,7 @@ def _c_loop() -> NativePath:
 
 
 def _kernel(device: torch.device) -> NativePath:
-    reason = reason_against(device)
+    reason = reason_against_kernels(device)
     variant = architecture(device) if reason is None else None
     return NativePath(variant=variant, reason=reason, loop="CUDA kernel")
 

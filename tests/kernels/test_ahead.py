@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from marlin_moe import reserve
-from marlin_moe.kernels import ahead, workspace
+from marlin_moe.kernels import ahead, device, workspace
 from marlin_moe.kernels.backends import cuda_moe
 from marlin_moe.kernels.plan.problem import LayerFacts
+from marlin_moe.kernels.plan.workspaces import usual_backend
 from random_layer import random_layer
 
 CUDA = torch.device("cuda", 0)
@@ -19,8 +20,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A device of compute capability 9.0 on which nothing is compiled; what it was asked for."""
     calls: list[Any] = []
     monkeypatch.delenv("MARLIN_MOE_JIT", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(cuda_moe, "has_compiler", lambda: True)
+    monkeypatch.setattr(device, "has_compiler", lambda: True)
     monkeypatch.setattr(cuda_moe, "compile_ahead", lambda facts, device: calls.append((list(facts), device)))
     monkeypatch.setattr(cuda_moe, "prepared", lambda *arguments: calls.append(arguments))
     return calls
@@ -50,12 +52,25 @@ def test_nothing_is_compiled_where_the_backend_does_not_run(
 ) -> None:
     ahead.compile_for([], CUDA)
     ahead.compile_for([facts()], torch.device("cpu"))
-    monkeypatch.setattr(cuda_moe, "has_compiler", lambda: False)
+    monkeypatch.setattr(device, "has_compiler", lambda: False)
     ahead.compile_for([facts()], CUDA)
-    monkeypatch.setattr(cuda_moe, "has_compiler", lambda: True)
+    monkeypatch.setattr(device, "has_compiler", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     ahead.compile_for([facts()], CUDA)
     assert asked == []
+
+
+def test_a_device_on_which_the_kernels_do_not_run_gets_the_references_scratch(
+    asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = LayerFacts.of(random_layer(dtype=torch.bfloat16))
+    assert usual_backend(layer, CUDA) == "cuda"
+    assert usual_backend(layer, torch.device("cpu")) == "reference"
+    monkeypatch.setattr(device, "has_compiler", lambda: False)
+    assert usual_backend(layer, CUDA) == "reference"
+    monkeypatch.setattr(device, "has_compiler", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert usual_backend(layer, CUDA) == "reference"
 
 
 def test_reserving_asks_for_the_layers_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from marlin_moe.kernels.backends.cuda_moe import architecture, build_spec
+from marlin_moe.kernels.backends.cuda_moe import build_spec
+from marlin_moe.kernels.device import architecture
 from marlin_moe.kernels.jit.build import compile_all
 from marlin_moe.kernels.plan.cuda_moe import choose_variant
 from marlin_moe.kernels.plan.problem import LayerFacts

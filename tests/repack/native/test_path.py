@@ -88,7 +88,7 @@ def test_a_cuda_device_takes_the_kernel(
 ) -> None:
     """Whatever the C extension is; without the kernel it is torch with the reason, or an error."""
     set_switch(monkeypatch, switch)
-    monkeypatch.setattr(path, "reason_against", lambda device: reason)
+    monkeypatch.setattr(path, "reason_against_kernels", lambda device: reason)
     monkeypatch.setattr(path, "architecture", lambda device: "sm_90a")
     if switch == "1" and reason is not None:
         with pytest.raises(
