@@ -118,6 +118,7 @@ def _options(spec: BuildSpec) -> object:
         use_fast_math=spec.fast_math or None,
         lineinfo=spec.line_info or None,
         ptxas_options=["-v", *spec.ptxas_options],
+        no_cache=True,  # NVRTC keeps one of its own where there is a driver, and a hit there writes no log
     )
     return options
 

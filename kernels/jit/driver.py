@@ -73,7 +73,7 @@ def load_function(cubin: bytes, symbol: str, *, name: str, device: int) -> Drive
 
 
 def allow_dynamic_smem(function: DriverFunction, smem_bytes: int) -> None:
-    """Lets blocks have that much dynamic shared memory from now on; more is never taken back.
+    """Lets blocks have that much dynamic shared memory, and all that the device has, from now on.
 
     Raises:
         DriverError: the device has less.
@@ -87,7 +87,9 @@ def allow_dynamic_smem(function: DriverFunction, smem_bytes: int) -> None:
         return
     driver = import_cuda("cuda.bindings.driver")
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    answer = driver.cuKernelSetAttribute(limit, smem_bytes, function.kernel.handle, function.device)
+    answer = driver.cuKernelSetAttribute(
+        limit, function.max_smem_bytes, function.kernel.handle, function.device
+    )
     checked(answer, function.name)
 
 
