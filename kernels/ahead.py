@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .device import reason_against_kernels
+from .device import architecture, reason_against_kernels
 from .plan.cuda_moe import variants
 from .plan.problem import LayerFacts
 
@@ -29,5 +29,5 @@ def compile_for(facts: Iterable[LayerFacts], device: torch.device) -> None:
         cuda_moe.compile_ahead(wanted, device)
         return
     for layer in wanted:
-        for variant in variants(layer):
-            cuda_moe.prepared(variant, layer.num_experts, device)
+        for variant in variants(layer, architecture(device)):
+            cuda_moe.prepared(variant, layer.num_experts, 1, device)

@@ -9,6 +9,7 @@ from .arguments import MoEArguments
 from .backends.choose import BACKENDS, choose_backend
 from .backends.cuda_arguments import PARAMETERS
 from .backends.cuda_moe import VECTOR_BYTES, fixed_numbers, matrices_of, prepared, with_vector_rows
+from .device import architecture
 from .jit.launch import PreparedLaunch
 from .plan.cuda_moe import choose_variant
 from .scratch import Lease
@@ -74,13 +75,13 @@ class ReadyCall:
         bound = workspace.bound("cuda", top_k=ids.shape[1])
         if not plain or ids.numel() > bound.plan.rows or with_vector_rows(x) is not x:
             return
-        variant = choose_variant(workspace.facts, rows=ids.numel())
+        variant = choose_variant(workspace.facts, rows=ids.numel(), arch=architecture(x.device))
         if len(workspace.calls) >= MOST_CALLS:
             workspace.calls.clear()
         workspace.calls[key] = cls(
-            launch=prepared(variant, workspace.facts.num_experts, x.device),
+            launch=prepared(variant, workspace.facts.num_experts, ids.numel(), x.device),
             matrices=matrices_of(arguments.layer),
-            numbers=(*ids.shape, *fixed_numbers(arguments, rows=ids.numel())),
+            numbers=(*ids.shape, *fixed_numbers(arguments, variant, rows=ids.numel())),
             top_k=ids.shape[1],
             device_index=x.device.index,
         )

@@ -12,8 +12,9 @@ import torch
 
 from ..kernels.backends.cuda_moe import build_spec
 from ..kernels.jit.build import CompileReport, compile_all
-from ..kernels.plan.cuda_moe import MoEVariant, choose_variant, variants
+from ..kernels.plan.cuda_moe import choose_variant, variants
 from ..kernels.plan.problem import LayerFacts
+from ..kernels.plan.variant import KernelVariant
 from .check import expert_facts
 from .checkpoint import Checkpoint
 from .errors import SchemeError
@@ -87,10 +88,18 @@ def build_kernels(
     ranks = [
         facts for layer in unlike.values() for facts in all_ranks(_with_dtype(layer, dtype), tp=tp, ep=ep)
     ]
-    chosen = {variant: None for facts in dict.fromkeys(ranks) for variant in possible_variants(facts, rows)}
     listed = tuple(dict.fromkeys(archs))
     ahead = [
-        spec for arch in listed for spec in (*(build_spec(v, arch) for v in chosen), *repack_specs(arch))
+        spec
+        for arch in listed
+        for spec in (
+            *(
+                build_spec(v, arch)
+                for facts in dict.fromkeys(ranks)
+                for v in possible_variants(facts, rows, arch)
+            ),
+            *repack_specs(arch),
+        )
     ]
     reports = compile_all(ahead)
     return KernelsReport(
@@ -115,12 +124,12 @@ def layer_facts(path: str | Path) -> tuple[list[ExpertFacts], int | None]:
         return [expert_facts(source.experts, source.scheme) for source in sources], checkpoint.top_k
 
 
-def possible_variants(facts: LayerFacts, rows: int | None) -> list[MoEVariant]:
+def possible_variants(facts: LayerFacts, rows: int | None, arch: str) -> list[KernelVariant]:
     """All variants that calls of 1 .. `rows` rows can choose, any number where None."""
+    ordered = list(variants(facts, arch))  # as rows grow
     if rows is None:
-        return list(variants(facts))
-    largest = choose_variant(facts, rows=rows).token_tile  # it grows with the rows
-    return [variant for variant in variants(facts) if variant.token_tile <= largest]
+        return ordered
+    return ordered[: ordered.index(choose_variant(facts, rows=rows, arch=arch)) + 1]
 
 
 def _with_dtype(facts: ExpertFacts, dtype: torch.dtype | None) -> ExpertFacts:

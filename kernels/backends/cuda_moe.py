@@ -20,6 +20,7 @@ from ..layer import MarlinMoELayer
 from ..plan import cuda_moe as planner
 from ..plan.problem import LayerFacts, MoEProblem
 from ..plan.reference import too_few_rows
+from ..plan.variant import KernelVariant
 from ..scratch import Lease
 from .cuda_arguments import KINDS, PARAMETERS, activation_numbers, flags_of, matrix_addresses
 
@@ -47,12 +48,13 @@ def run(arguments: MoEArguments, out: torch.Tensor, lease: Lease) -> None:
     chunk = lease.plan.rows // top_k
     if chunk == 0:
         raise too_few_rows(top_k, lease.plan.rows)
-    variant = planner.choose_variant(facts, rows=min(tokens, chunk) * top_k)
-    launch = prepared(variant, facts.num_experts, x.device)
+    slots = min(tokens, chunk) * top_k
+    variant = planner.choose_variant(facts, rows=slots, arch=architecture(x.device))
+    launch = prepared(variant, facts.num_experts, slots, x.device)
     stream = torch.cuda.current_stream(x.device).cuda_stream
     matrices, numbers = (
         matrices_of(arguments.layer),
-        fixed_numbers(arguments, rows=min(tokens, chunk) * top_k),
+        fixed_numbers(arguments, variant, rows=slots),
     )
     with torch.cuda.device(x.device):
         for start in range(0, tokens, chunk):
@@ -79,7 +81,7 @@ def matrices_of(layer: MarlinMoELayer) -> tuple[int, ...]:
     return (*matrix_addresses(layer.w13), *matrix_addresses(layer.w2))
 
 
-def fixed_numbers(arguments: MoEArguments, *, rows: int) -> tuple[int | float, ...]:
+def fixed_numbers(arguments: MoEArguments, variant: KernelVariant, *, rows: int) -> tuple[int | float, ...]:
     """The parameters from num_experts on, for launches of at most `rows` rows."""
     facts = arguments.workspace().facts
     flags = flags_of(
@@ -95,11 +97,18 @@ def fixed_numbers(arguments: MoEArguments, *, rows: int) -> tuple[int | float, .
         facts.padded_intermediate_size,
         KINDS.index(arguments.activation.kind),
         planner.split_capacity(planner.BLOCKS_PER_SM * sm_count(arguments.x.device)),
-        max(1, planner.FP32_ROWS // rows) if rows <= planner.FP32_ROWS else 1,
+        _most_parts(facts, variant, rows),
         arguments.routed_scaling_factor,
         *activation_numbers(arguments.activation),
         flags,
     )
+
+
+def _most_parts(facts: LayerFacts, variant: KernelVariant, rows: int) -> int:
+    """Into how many parts of K the slots' sums may be cut."""
+    if variant.kernel == "decode":
+        return planner.most_slot_parts(facts, rows=rows)
+    return planner.FP32_ROWS // rows if rows <= planner.FP32_ROWS else 1
 
 
 def with_vector_rows(x: torch.Tensor) -> torch.Tensor:
@@ -109,21 +118,24 @@ def with_vector_rows(x: torch.Tensor) -> torch.Tensor:
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-@functools.lru_cache(maxsize=1024)
-def prepared(variant: planner.MoEVariant, num_experts: int, device: torch.device) -> PreparedLaunch:
+def prepared(variant: KernelVariant, num_experts: int, slots: int, device: torch.device) -> PreparedLaunch:
     """The launch of a variant on a device: loaded, from the cubin cache or compiled, with its grid."""
+    return _launch(variant, variant.smem_bytes(num_experts=num_experts, slots=slots), device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(variant: KernelVariant, smem_bytes: int, device: torch.device) -> PreparedLaunch:
     kernel = load_kernel(build_spec(variant, architecture(device)), device)
-    smem_bytes = variant.smem_bytes(num_experts=num_experts)
-    per_sm = min(kernel.max_blocks_per_sm(planner.THREADS, smem_bytes), planner.BLOCKS_PER_SM)
-    grid = per_sm * sm_count(device)
-    return kernel.prepare(grid=grid, block=planner.THREADS, smem_bytes=smem_bytes, cooperative=True)
+    per_sm = min(kernel.max_blocks_per_sm(variant.threads, smem_bytes), variant.blocks_per_sm)
+    grid = max(1, per_sm) * sm_count(device)  # where not even one fits, preparing says so
+    return kernel.prepare(grid=grid, block=variant.threads, smem_bytes=smem_bytes, cooperative=True)
 
 
-def build_spec(variant: planner.MoEVariant, arch: str) -> BuildSpec:
+def build_spec(variant: KernelVariant, arch: str) -> BuildSpec:
     """What to compile for a variant."""
     return BuildSpec(
-        source=KernelSource(name="moe.cu"),
-        kernels=("moe",),
+        source=KernelSource(name=variant.source),
+        kernels=(variant.kernel,),
         arch=arch,
         constants=variant.constants,
         label=variant.label,
@@ -132,10 +144,13 @@ def build_spec(variant: planner.MoEVariant, arch: str) -> BuildSpec:
 
 def compile_ahead(facts: Iterable[LayerFacts], device: torch.device) -> None:
     """Compile what the planner can choose for these layers, and load it on the device."""
-    chosen = {(variant, layer.num_experts): None for layer in facts for variant in planner.variants(layer)}
-    compile_all(build_spec(variant, architecture(device)) for variant, _ in chosen)
+    arch = architecture(device)
+    chosen = {
+        (variant, layer.num_experts): None for layer in facts for variant in planner.variants(layer, arch)
+    }
+    compile_all(build_spec(variant, arch) for variant, _ in chosen)
     for variant, num_experts in chosen:
-        prepared(variant, num_experts, device)
+        prepared(variant, num_experts, 1, device)
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,6 +6,7 @@
 #include "args.cuh"
 
 struct Bf16 {
+  static constexpr float SUM_FACTOR = 4294967296.0f;  // of sums over weights of dequant_fma.cuh
   static constexpr float NIBBLE_BASE = 128.0f;  // 0x4300 with a nibble in the mantissa is 128 + nibble
   typedef __nv_bfloat16 Scalar;
   typedef __nv_bfloat162 Pair;
@@ -16,6 +17,7 @@ struct Bf16 {
 };
 
 struct Fp16 {
+  static constexpr float SUM_FACTOR = 1.0f;
   static constexpr float NIBBLE_BASE = 1024.0f;  // 0x6400 likewise
   typedef __half Scalar;
   typedef __half2 Pair;

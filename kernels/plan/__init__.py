@@ -3,6 +3,8 @@
 problem     the facts of a layer and of a call that decide how it runs: LayerFacts, MoEProblem
 buffers     where each buffer lies in the scratch memory: BufferPlan, WorkspacePlan
 reference   the buffers and the chunks of the reference backend: MoEPlan
-cuda_moe    the variants and the buffers of the CUDA backend: MoEVariant
+variant     what is constant in a CUDA kernel: KernelVariant, and the general path's MoEVariant
+decode      the decode path: DecodeVariant
+cuda_moe    which kernel of the CUDA backend runs a call, and the buffers of all
 workspaces  which of them a layer's calls need
 """

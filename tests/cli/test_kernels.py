@@ -68,7 +68,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[BuildSpec]:
 
 
 def moe_specs(specs: Iterable[BuildSpec]) -> set[BuildSpec]:
-    return {spec for spec in specs if spec.source.name == "moe.cu"}
+    return {spec for spec in specs if spec.source.name in ("moe.cu", "decode.cu")}
 
 
 @pytest.mark.parametrize(("tp", "ep"), SPLITS)
@@ -115,7 +115,7 @@ def test_every_variant_that_a_rank_can_choose_is_built(tmp_path: Path, compiled:
         for layer in load_layers(tmp_path, tp=Shard(rank, 2), ep=Shard(rank, 2)).values()
     ]
     wanted = {
-        build_spec(choose_variant(facts, rows=2 * tokens), arch)
+        build_spec(choose_variant(facts, rows=2 * tokens, arch=arch), arch)
         for facts in ranks
         for tokens in range(1, 41)
         for arch in ("sm_80", "sm_90a")
@@ -142,7 +142,8 @@ def test_the_table_and_the_last_line(tmp_path: Path, compiled: list[BuildSpec]) 
         *("kernel", "arch", "cached", "seconds", "registers", "spilled", "shared", "size")
     ]
     assert re.search(
-        r"moe bf16 w4g32-w4g32 tile 8 +sm_90a +no +2\.2 +168 +20 B +1\.02 kB +50\.0? kB", result.stdout
+        r"moe bf16 w4g32-w4g32 tile 8 +sm_90a +no +2\.2 +168 +20 B +1\.02 kB +50\.0? kB",
+        result.stdout,
     )
     last = result.stdout.splitlines()[-1]
     assert f"1 layer, tp=1, ep=1, up to 8,192 tokens, top-2: {len(compiled)} kernels" in last
@@ -224,6 +225,6 @@ def test_what_was_built_is_found_where_compiling_is_forbidden(
     monkeypatch.setenv("MARLIN_MOE_JIT", "forbid")
     (layer,) = load_layers(tmp_path / "source").values()
     facts = LayerFacts.of(layer)
-    assert obtain_cubin(build_spec(choose_variant(facts, rows=2), "sm_80")).key == first["key"]
+    assert obtain_cubin(build_spec(choose_variant(facts, rows=2, arch="sm_80"), "sm_80")).key == first["key"]
     with pytest.raises(JitError, match=r"marlin-moe kernels build PATH --arch sm_80"):
-        obtain_cubin(build_spec(choose_variant(facts, rows=1000), "sm_80"))
+        obtain_cubin(build_spec(choose_variant(facts, rows=1000, arch="sm_80"), "sm_80"))

@@ -44,7 +44,7 @@ def test_where_compiling_is_forbidden_the_cache_must_have_it(
     monkeypatch.setenv("MARLIN_MOE_JIT", "forbid")
     one = facts(num_experts=7)
     ahead.compile_for([one], CUDA)
-    assert asked == [(variant, 7, CUDA) for variant in cuda_moe.planner.variants(one)]
+    assert asked == [(variant, 7, 1, CUDA) for variant in cuda_moe.planner.variants(one, "sm_90a")]
 
 
 def test_nothing_is_compiled_where_the_backend_does_not_run(

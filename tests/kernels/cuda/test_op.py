@@ -78,7 +78,9 @@ def compile_for(place: Place, cases: Iterable[tuple[MoECase, tuple[int, ...]]]) 
     variants = set()
     for case, all_tokens in cases:
         facts = LayerFacts.of(make_layer(case).layer)
-        variants |= {choose_variant(facts, rows=max(1, tokens * case.top_k)) for tokens in all_tokens}
+        variants |= {
+            choose_variant(facts, rows=max(1, tokens * case.top_k), arch=arch) for tokens in all_tokens
+        }
     compile_all(build_spec(variant, arch) for variant in variants)
 
 
@@ -152,6 +154,29 @@ def test_uneven_routing_over_many_experts(place: Place, tokens: int, routing: st
         top_k=8,
         tokens=tokens if place.backend == "cuda" else tokens // 8,
         routing=routing,
+    )
+    made = make_layer(case, place.device)
+    call = make_call(case, made.layer)
+    check(case, call, call.run(made.layer, backend=place.backend), DenseMoE(made)(call))
+
+
+@pytest.mark.parametrize("num_experts", [160, 300])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_experts_with_few_rows_each(
+    place: Place, num_experts: int, bits: int, symmetric: bool, dtype: torch.dtype
+) -> None:
+    """More slots than the decode path takes, and still small tiles."""
+    case = MoECase(
+        num_experts=num_experts if place.backend == "cuda" else num_experts // 20,
+        hidden_size=128,
+        padded_intermediate_size=64,
+        top_k=8,
+        tokens=300 if place.backend == "cuda" else 15,
+        bits=bits,
+        symmetric=symmetric,
+        dtype=dtype,
     )
     made = make_layer(case, place.device)
     call = make_call(case, made.layer)

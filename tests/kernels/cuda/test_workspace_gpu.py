@@ -10,6 +10,7 @@ import torch
 from child import in_child
 from marlin_moe import MarlinMoELayer, reserve
 from marlin_moe.kernels.backends import cuda_moe
+from marlin_moe.kernels.device import architecture
 from marlin_moe.kernels.jit import load as load_module
 from moe_cases import DenseMoE, MoECase, check, large_layer, make_call, make_layer
 
@@ -154,10 +155,10 @@ def test_after_reserve_nothing_is_compiled_or_allocated() -> None:
 def test_reserve_of_one_layer_compiles_its_variants() -> None:
     made = make_layer(replace(CASE, max_tokens=256), "cuda")
     assert made.layer.workspace is not None
-    assert cuda_moe.prepared.cache_info().currsize == 0
+    assert cuda_moe._launch.cache_info().currsize == 0
     made.layer.workspace.reserve(top_k=4)
-    planned = len(cuda_moe.planner.variants(made.layer.workspace.facts))
-    assert cuda_moe.prepared.cache_info().currsize == planned > 0
+    planned = len(cuda_moe.planner.variants(made.layer.workspace.facts, architecture(made.layer.device)))
+    assert cuda_moe._launch.cache_info().currsize == planned > 0
 
 
 def test_reset_clears_and_moves_nothing() -> None:

@@ -1,0 +1,166 @@
+// What blocks tell each other through memory: sums of GEMM 1's pieces, rows of GEMM 2's parts; and who adds them up.
+// Every sum has a fixed order, so that equal calls give equal bits.
+#pragma once
+#include "activation.cuh"
+#include "decode_gemm.cuh"
+#include "decode_work.cuh"
+#include "finish.cuh"
+
+// A warp's sums of 64 columns, of rows 0 .. rows - 1, to `to` [rows][row_elements].
+__device__ __forceinline__ void store_sums(float* to, const WarpSums<OCTETS>& sums, int rows, int row_elements) {
+  int lane = threadIdx.x & 31, g = lane >> 2, m = lane & 3;
+#pragma unroll
+  for (int o = 0; o < OCTETS; o++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      int row = 8 * o + 2 * m + i;
+      if (row >= rows) continue;
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) to[row * row_elements + 16 * j + 8 * half + g] = sums.d[j][o][2 * half + i];
+    }
+}
+
+// Adds the sums of the other teams into those of team 0, in their order, one octet of tokens at a time.
+__device__ __forceinline__ void add_teams(WarpSums<OCTETS>& sums, float4* exchange, int team, int n, int rows) {
+  int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int o = 0; o < OCTETS; o++) {
+    if (8 * o >= rows) return;
+    sync_consumers();
+    if (team > 0)
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        exchange[(((team - 1) * STAGE_BLOCKS + n) * 4 + j) * 32 + lane] = *reinterpret_cast<float4*>(sums.d[j][o]);
+    sync_consumers();
+    if (team == 0)
+#pragma unroll
+      for (int p = 0; p < TEAMS - 1; p++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          float4 v = exchange[((p * STAGE_BLOCKS + n) * 4 + j) * 32 + lane];
+          sums.d[j][o][0] += v.x, sums.d[j][o][1] += v.y, sums.d[j][o][2] += v.z, sums.d[j][o][3] += v.w;
+        }
+  }
+}
+
+// Four columns that `lanes` neighbouring lanes (1, 2, 4 or 8) add up together.
+struct FourSums {
+  float v[4] = {};
+  __device__ __forceinline__ void add(const float* four) {
+    float4 w = __ldcg(reinterpret_cast<const float4*>(four));
+    v[0] += w.x, v[1] += w.y, v[2] += w.z, v[3] += w.w;
+  }
+  __device__ __forceinline__ void over_lanes(int lanes) {
+#pragma unroll 1
+    for (int d = 1; d < lanes; d *= 2)
+#pragma unroll
+      for (int i = 0; i < 4; i++) v[i] += __shfl_xor_sync(~0u, v[i], d);
+  }
+  __device__ __forceinline__ float operator[](int i) const { return i < 2 ? (i ? v[1] : v[0]) : (i == 2 ? v[2] : v[3]); }
+};
+
+// Rows whose activations a block holds at a time: of each segment of the window those of its tile.
+struct Window {  // in shared memory
+  int row_count;
+  u16 segment[ACTIVATIONS_ELEMENTS / 40], row[ACTIVATIONS_ELEMENTS / 40];  // of the window; of the segment's tile
+};
+
+// How many lanes share four columns of the window's rows: more where there are many pieces to add.
+__device__ __forceinline__ int activation_lanes_log(const Work& work) {
+  u32 units = work.tiles * STRIPS;
+  return units * 4 <= gridDim.x ? 3 : units <= gridDim.x ? 1 : 0;
+}
+
+// One of a thread's activations: four columns of a row of the window, which some neighbouring lanes share.
+struct Item {
+  const float* sums;  // of this lane's first piece
+  int pieces;         // 0: there is no such item
+  int expert, row, column, to;
+
+  // `index` counts lanes: those of item 0, those of item 1, ...
+  __device__ __forceinline__ void find(const MoEArgs& args, const Work& work, const Routes& routes, const Window& window, int first_segment, int index) {
+    int log_lanes = activation_lanes_log(work), item = index >> log_lanes, sub = index & ((1 << log_lanes) - 1);
+    int part_k = work.part_slots * Slot<W2>::K, fours = part_k / 4, which = item / fours;
+    pieces = 0;
+    if (which >= window.row_count) return;
+    int segment = first_segment + window.segment[which], tile = segment / work.parts;
+    column = segment % work.parts * part_k + item % fours * 4;
+    if (column >= INTERMEDIATE) return;
+    pieces = work.pieces(tile * STRIPS + column / STRIP_COLUMNS);
+    expert = routes.tiles[tile].expert, row = routes.tiles[tile].row + window.row[which];
+    sums = args.split_sums + (static_cast<u64>(sub) * work.rows + row) * SIZE_N1 + column;
+    to = (window.segment[which] * TOKEN_TILE + window.row[which]) * (part_k + 8) + item % fours * 4;
+  }
+};
+
+// activation(gate, up) of an item from the sums of all pieces, to its place among the block's activations.
+__device__ __forceinline__ void activate_item(const MoEArgs& args, const Work& work, const Routes& routes, const Item& item, int log_lanes,
+                                              Scalar* to, bool weighted) {
+  int lanes = 1 << log_lanes, sub = threadIdx.x & (lanes - 1);
+  u64 step = static_cast<u64>(lanes) * work.rows * SIZE_N1;
+  const float* sums = item.sums;
+  FourSums gate, up;
+#pragma unroll 3
+  for (int p = sub; p < item.pieces; p += lanes, sums += step) {
+    gate.add(sums);
+    if (GATED) up.add(sums + INTERMEDIATE);
+  }
+  gate.over_lanes(lanes);
+  if (GATED) up.over_lanes(lanes);
+  if (item.pieces == 0) return;
+  float weight = weighted ? routes.weights[item.row] : 1.0f;
+#pragma unroll 1
+  for (int i = sub; i < 4; i += lanes) {
+    float other = 0.0f, one = finish<Type, W13>(gate[i], args.w13, item.expert, item.column + i, SIZE_N1, weight);
+    if (GATED) other = finish<Type, W13>(up[i], args.w13, item.expert, INTERMEDIATE + item.column + i, SIZE_N1, weight);
+    to[item.to + i] = Type::from_float(activate(one, other, args));
+  }
+}
+
+// A sum over K of w2 with its scale or bias, where it has those outside of the groups; not in line, for it is rare.
+__device__ __noinline__ float finish_apart(float sum, const MoEArgs& args, int expert, int column) {
+  return finish<Type, W2>(sum, args.w2, expert, column, HIDDEN, 1.0f);
+}
+
+// Four columns of one row of GEMM 2, summed over parts of K, times the router's weight: added to `total`.
+__device__ __forceinline__ void add_row(FourSums& total, FourSums row, const MoEArgs& args, int expert, int column, float weight) {
+  bool apart = W2::GROUP == 0 || args.w2.bias;
+  float factor = apart ? weight : weight * Type::SUM_FACTOR;
+  if (apart)
+    for (int i = 0; i < 4; i++) row.v[i] = finish_apart(row.v[i], args, expert, column + i);
+#pragma unroll
+  for (int i = 0; i < 4; i++) total.v[i] += row.v[i] * factor;
+}
+
+// The sum over a token's slots and their parts of K, for all tokens. Lanes share four columns where tokens are few.
+__device__ __forceinline__ void add_slots(const MoEArgs& args, const Work& work, const Routes& routes, int flags) {
+  constexpr int FOURS = HIDDEN / 4;
+  int items = args.tokens * FOURS, log = 3, warps = gridDim.x * WARPS, lane = threadIdx.x & 31;
+  while (log > 0 && (args.top_k >> log == 0 || items << log > warps * 32)) log--;
+  int sub = lane & ((1 << log) - 1), per_warp = 32 >> log, warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
+  const float* rows = static_cast<const float*>(args.w2_output);
+#pragma unroll 1
+  for (int at = warp * per_warp; at < items; at += warps * per_warp) {
+    int item = at + (lane >> log), token = min(item, items - 1) / FOURS, column = min(item, items - 1) % FOURS * 4;
+    FourSums total;
+#pragma unroll 4
+    for (int k = sub; k < args.top_k; k += 1 << log) {
+      int slot = token * args.top_k + k, row = routes.row_of_slot[slot];
+      if (row == NO_ROW) continue;
+      const float* from = rows + static_cast<u64>(row) * HIDDEN + column;
+      FourSums one;
+      one.add(from);
+#pragma unroll 1
+      for (int part = 1; part < work.parts; part++) one.add(from + static_cast<u64>(part) * work.rows * HIDDEN);
+      int expert = W2::GROUP == 0 || args.w2.bias ? expert_of(args, slot, flags & IDS64) : 0;
+      add_row(total, one, args, expert, column, flags & WEIGHT_ON_INPUT ? 1.0f : routes.weights[row]);
+    }
+    total.over_lanes(1 << log);
+    if (item >= items) continue;
+    Scalar* out = static_cast<Scalar*>(args.out) + token * args.out_stride + column;
+#pragma unroll 1
+    for (int i = sub; i < 4; i += 1 << log) out[i] = Type::from_float(total[i] * args.routed_scaling_factor);
+  }
+}

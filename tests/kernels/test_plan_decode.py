@@ -1,0 +1,129 @@
+"""The decode path's plan: what fits, what is chosen, and that its buffers hold what the kernel writes."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from cuda_variants import DECODE_NAMES, decode_variants
+from marlin_moe.kernels.plan import cuda_moe, decode
+from marlin_moe.kernels.plan.problem import LayerFacts
+from random_layer import random_layer
+
+STATIC_BYTES = 4096  # what the kernel has beside its dynamic shared memory, at most
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a", "sm_199a")
+
+
+@pytest.fixture(autouse=True)
+def on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(decode.SWITCH, "1")
+
+
+def facts(**changes: Any) -> LayerFacts:
+    return LayerFacts.of(random_layer(**changes))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_variant_fits_the_architecture(arch: str) -> None:
+    room = decode.SMEM_BYTES.get(int(arch[3:].rstrip("a")), 99 * 1024)
+    for variant in decode_variants(DECODE_NAMES, arch):
+        for slots in (1, 33, decode.MAX_SLOTS):
+            smem = variant.smem_bytes(num_experts=decode.MAX_EXPERTS, slots=slots)
+            assert smem + STATIC_BYTES <= room, variant.label
+        assert variant.threads <= 1024
+
+
+def test_shared_memory_grows_with_the_slots_in_steps() -> None:
+    (variant, *_) = decode.variants(facts(), "sm_90a")
+    sizes = [variant.smem_bytes(num_experts=384, slots=slots) for slots in range(1, decode.MAX_SLOTS + 1)]
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) == len(decode.SLOT_STEPS)
+
+
+def test_few_rows_take_the_decode_path_and_more_the_general_one() -> None:
+    layer = facts(num_experts=6)
+    chosen = [cuda_moe.choose_variant(layer, rows=rows, arch="sm_90a") for rows in range(1, 400)]
+    kinds = [(variant.kernel, variant.token_tile) for variant, _ in itertools.groupby(chosen)]
+    assert kinds == [("decode", 8), ("decode", 16), ("decode", 32), ("moe", 32)]
+    assert chosen[24 - 1].token_tile == 8
+    assert chosen[25 - 1].token_tile == 16
+    assert (chosen[192 - 1].kernel, chosen[193 - 1].kernel) == ("decode", "moe")
+
+
+def test_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = facts()
+    asked = cuda_moe.plan_workspace(layer, rows=8, blocks=264)
+    monkeypatch.delenv(decode.SWITCH)
+    assert all(variant.kernel == "moe" for variant in cuda_moe.variants(layer, "sm_90a"))
+    assert cuda_moe.plan_workspace(layer, rows=8, blocks=264).nbytes < asked.nbytes
+
+
+def test_variants_are_what_is_chosen_in_the_order_of_rows() -> None:
+    for layer in (facts(num_experts=6), facts(num_experts=200, hidden_size=64), facts(num_experts=1)):
+        chosen = (cuda_moe.choose_variant(layer, rows=rows, arch="sm_90a") for rows in range(1, 9000))
+        assert tuple(variant for variant, _ in itertools.groupby(chosen)) == cuda_moe.variants(
+            layer, "sm_90a"
+        )
+
+
+def test_more_experts_than_the_lists_hold_take_the_general_path() -> None:
+    layer = facts(num_experts=decode.MAX_EXPERTS + 1, hidden_size=64)
+    assert cuda_moe.choose_variant(layer, rows=1, arch="sm_90a").kernel == "moe"
+    assert all(variant.kernel == "moe" for variant in cuda_moe.variants(layer, "sm_90a"))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "bits", "gated"),
+    [(256, 64, 4, True), (128, 192, 8, True), (192, 704, 4, False)],
+)
+@pytest.mark.parametrize("grid", [2, 16, 132])
+def test_the_sums_of_all_pieces_fit(
+    grid: int, hidden: int, intermediate: int, bits: int, gated: bool
+) -> None:
+    """The kernel's own arithmetic (`Work` in cuda/decode_work.cuh) for any number of tiles."""
+    layer = facts(
+        num_experts=40,
+        hidden_size=hidden,
+        padded_intermediate_size=intermediate,
+        bits=bits,
+        group_size=None,
+        gated=gated,
+    )
+    slots_k = hidden * bits // 256
+    strip = 512 // (2 if gated else 1)
+    strips = -(-intermediate // strip)
+    for rows, tile in itertools.product((1, 3, 8, 40, 200, 1280), decode.TOKEN_TILES):
+        have = decode.first_sums_floats(layer, rows=rows, blocks=grid)
+        for tiles in range(-(-rows // tile), min(rows, 40 + rows // tile) + 1):
+            granules = tiles * strips * slots_k
+
+            def owner(granule: int, granules: int = granules) -> int:
+                return ((granule + 1) * grid - 1) // granules
+
+            starts = [block * granules // grid for block in range(grid + 1)]
+            assert all(starts[owner(g)] <= g < starts[owner(g) + 1] for g in range(0, granules, 7))
+            pieces = max(
+                owner(unit * slots_k + slots_k - 1) - owner(unit * slots_k) + 1
+                for unit in range(tiles * strips)
+            )
+            assert pieces * rows * layer.w13.size_n <= have, (rows, tile, tiles)
+
+
+@pytest.mark.parametrize("intermediate", [64, 704, 14336])
+def test_there_is_room_for_the_parts_that_the_kernel_needs(intermediate: int) -> None:
+    layer = facts(num_experts=2, hidden_size=64, padded_intermediate_size=intermediate, group_size=None)
+    for rows in (1, 8, 64, 2048):
+        for arch in ARCHS:
+            variant = decode.choose_variant(layer, rows=rows, arch=arch)
+            if variant is not None:
+                assert cuda_moe.most_slot_parts(layer, rows=rows) >= variant.fewest_parts()
+        plan = cuda_moe.plan_workspace(layer, rows=rows, blocks=8)
+        (buffer,) = (b for b in plan.buffers if b.name == "w2_output")
+        assert buffer.nbytes >= cuda_moe.most_slot_parts(layer, rows=rows) * rows * layer.hidden_size * 4
+
+
+def test_a_larger_workspace_has_all_that_a_smaller_one_has() -> None:
+    layer = facts(num_experts=3, hidden_size=64, padded_intermediate_size=64)
+    plans = [cuda_moe.plan_workspace(layer, rows=rows, blocks=264) for rows in (1, 5, 96, 97, 5000)]
+    for small, large in itertools.pairwise(plans):
+        assert all(a.nbytes <= b.nbytes for a, b in zip(small.buffers, large.buffers, strict=True))
