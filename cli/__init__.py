@@ -16,6 +16,9 @@ One module per command, named after it, with what only that command needs before
     verify            the proof that they are equal
     unpack            packed checkpoint to source
     kernels           kernels compiled ahead for a checkpoint
+    bench_results     what a layer benchmark found, as a file
+    bench_plot        draws it
+    bench             prints what was drawn
     machine           what this machine can run, as a report
     doctor            prints it
     demo_checkpoint   the demo's checkpoint, by compressed-tensors' own code
