@@ -135,8 +135,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * TEAMS, 1) decode(con
   char* shared = reinterpret_cast<char*>(dynamic);
   int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), slots = args.tokens * args.top_k;
   Routes routes(shared + AT_LISTS, slots);
-  if (warp == WARPS)
+  if (warp == WARPS) {
     for (int i = threadIdx.x & 31; i < TEAMS * RING_STAGES; i += 32) init_barrier(full + i, FULL_ARRIVALS), init_barrier(empty + i, STAGE_BLOCKS);
+    publish_barriers();
+  }
   RouteCounts counts;
   if (slots > 32)
     counts = route_many(args, flags, routes, reinterpret_cast<u16*>(shared + AT_TOKENS), partial);

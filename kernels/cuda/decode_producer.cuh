@@ -74,19 +74,19 @@ __device__ __forceinline__ void produce_first(const MoEArgs& args, const Work& w
 
 // The stages of GEMM 2, from the `done`th of this team on; stops after `most`.
 __device__ __forceinline__ void produce_second(const MoEArgs& args, const Work& work, const RowTile* tiles, Ring& ring, int team, int done, int most) {
-  u32 end = work.first_task(blockIdx.x + 1);
-  int left = most;
-  for (u32 q = work.first_task(blockIdx.x) + team; q < end && left > 0; q = work.next_task(q, team)) {
-    Task task(work, q);
-    int expert = tiles[task.tile].expert;
-    for (int slot = task.begin; slot < task.end && left > 0; slot++) {
-      if (done > 0) {
-        done--;
-        continue;
+  u32 at = work.first_task(blockIdx.x), end = work.first_task(blockIdx.x + 1);
+  for (u32 behind; at < end; at = behind) {
+    behind = work.window_end(at);
+    for (u32 q = at + team; q < behind; q += TEAMS) {
+      Task task(work, q);
+      int expert = tiles[task.tile].expert;
+      for (int slot = task.begin; slot < task.end; slot++) {
+        if (done-- > 0) continue;
+        if (most-- == 0) return;
+        u64* full = ring.wait_empty();
+        copy_stage<W2, INTERMEDIATE, HIDDEN>(ring.stage(), full, args.w2, expert, slot, task.blocks, task.block, -1);
+        ring.used++;
       }
-      u64* full = ring.wait_empty();
-      copy_stage<W2, INTERMEDIATE, HIDDEN>(ring.stage(), full, args.w2, expert, slot, task.blocks, task.block, -1);
-      ring.used++, left--;
     }
   }
 }

@@ -7,6 +7,7 @@
 //   ACTIVATION_K           inputs of w2 that fit the shared memory for activations
 #pragma once
 #include "slot.cuh"
+#include "sync.cuh"
 
 template <bool YES, class A, class B>
 struct Choose { typedef A type; };
@@ -40,4 +41,4 @@ constexpr int AT_TOKENS = TEAMS * RING_STAGES * STAGE_BYTES, AT_ACTIVATIONS = AT
 constexpr int AT_LISTS = AT_ACTIVATIONS + (2 * ACTIVATIONS_ELEMENTS > EXCHANGE_BYTES ? 2 * ACTIVATIONS_ELEMENTS : EXCHANGE_BYTES);
 
 // All warps but the producers.
-__device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+__device__ __forceinline__ void sync_consumers() { sync_threads_of<1, THREADS>(); }

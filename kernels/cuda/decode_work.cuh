@@ -13,22 +13,18 @@ struct Work {
   int part_slots, parts;  // of w2's K: slots in a part, parts
   int window;             // segments in a window
   u32 granules, tasks;    // in all: slots of GEMM 1, tasks of GEMM 2
+  u32 first_blocks;       // that take part in GEMM 1: each has a slot at least, so that no piece is empty
 
-  __device__ __forceinline__ u32 first_granule(int block) const { return block * granules / gridDim.x; }
+  __device__ __forceinline__ u32 first_granule(u32 block) const { return block < first_blocks ? block * granules / first_blocks : granules; }
   __device__ __forceinline__ u32 first_task(int block) const { return block * tasks / gridDim.x; }
-  __device__ __forceinline__ int owner(u32 granule) const { return ((granule + 1) * gridDim.x - 1) / granules; }
+  __device__ __forceinline__ int owner(u32 granule) const { return ((granule + 1) * first_blocks - 1) / granules; }
   __device__ __forceinline__ int first_owner(u32 unit) const { return owner(unit * SLOTS1); }
   __device__ __forceinline__ int pieces(u32 unit) const { return owner(unit * SLOTS1 + SLOTS1 - 1) - first_owner(unit) + 1; }
 
-  // Where the window that holds a task of this block ends.
+  // Where the window that begins with a task of this block ends. In each window the teams start anew.
   __device__ __forceinline__ u32 window_end(u32 task) const {
     u32 begin = first_task(blockIdx.x), first = begin / GROUPS2, which = (task / GROUPS2 - first) / window;
     return min((first + (which + 1) * window) * GROUPS2, first_task(blockIdx.x + 1));
-  }
-  // A team's task after `task`: in each window it starts anew.
-  __device__ __forceinline__ u32 next_task(u32 task, int team) const {
-    u32 behind = window_end(task);
-    return task + TEAMS < behind ? task + TEAMS : behind + team;
   }
 };
 
@@ -49,6 +45,7 @@ __device__ __forceinline__ Work plan_work(RouteCounts counts, int most_parts) {
   work.tiles = tiles, work.rows = rows;
   work.window = ACTIVATIONS_ELEMENTS / (TOKEN_TILE * (work.part_slots * Slot<W2>::K + 8));
   work.granules = tiles * STRIPS * SLOTS1, work.tasks = tiles * work.parts * GROUPS2;
+  work.first_blocks = min(gridDim.x, work.granules);
   return work;
 }
 

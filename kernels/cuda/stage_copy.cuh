@@ -8,6 +8,13 @@ __device__ __forceinline__ void init_barrier(u64* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
 }
 
+// Bulk copies see the barriers that this thread has made, once the block has met.
+__device__ __forceinline__ void publish_barriers() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ void arrive(u64* barrier) {
   asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(shared_address(barrier)) : "memory");
 }

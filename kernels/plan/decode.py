@@ -15,6 +15,7 @@ from .problem import LayerFacts
 from .variant import KernelVariant, form_of
 
 SWITCH = "MARLIN_MOE_DECODE"
+ON = os.environ.get(SWITCH) == "1"  # for the life of the process: workspaces are planned by it
 MAX_SLOTS = 2048  # as in cuda/decode_route.cuh
 MAX_EXPERTS = 1024  # their counts lie where tokens and activations come later
 TOKEN_TILES = {8: 4, 16: 10, 32: 32}
@@ -99,7 +100,7 @@ class DecodeVariant(KernelVariant):
 
 def max_rows(facts: LayerFacts) -> int:
     """The most rows that the decode path runs of a layer; 0 where it runs none."""
-    if os.environ.get(SWITCH) != "1" or facts.num_experts > MAX_EXPERTS:
+    if not ON or facts.num_experts > MAX_EXPERTS:
         return 0
     return min(MAX_SLOTS, max(TOKEN_TILES.values()) * facts.num_global_experts)
 

@@ -16,7 +16,7 @@ ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a", "sm_199a")
 
 @pytest.fixture(autouse=True)
 def on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(decode.SWITCH, "1")
+    monkeypatch.setattr(decode, "ON", True)
 
 
 def facts(**changes: Any) -> LayerFacts:
@@ -53,7 +53,7 @@ def test_few_rows_take_the_decode_path_and_more_the_general_one() -> None:
 def test_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = facts()
     asked = cuda_moe.plan_workspace(layer, rows=8, blocks=264)
-    monkeypatch.delenv(decode.SWITCH)
+    monkeypatch.setattr(decode, "ON", False)
     assert all(variant.kernel == "moe" for variant in cuda_moe.variants(layer, "sm_90a"))
     assert cuda_moe.plan_workspace(layer, rows=8, blocks=264).nbytes < asked.nbytes
 
@@ -96,11 +96,13 @@ def test_the_sums_of_all_pieces_fit(
         have = decode.first_sums_floats(layer, rows=rows, blocks=grid)
         for tiles in range(-(-rows // tile), min(rows, 40 + rows // tile) + 1):
             granules = tiles * strips * slots_k
+            blocks = min(grid, granules)
 
-            def owner(granule: int, granules: int = granules) -> int:
-                return ((granule + 1) * grid - 1) // granules
+            def owner(granule: int, granules: int = granules, blocks: int = blocks) -> int:
+                return ((granule + 1) * blocks - 1) // granules
 
-            starts = [block * granules // grid for block in range(grid + 1)]
+            starts = [block * granules // blocks for block in range(blocks + 1)]
+            assert all(before < after for before, after in itertools.pairwise(starts)), "an empty piece"
             assert all(starts[owner(g)] <= g < starts[owner(g) + 1] for g in range(0, granules, 7))
             pieces = max(
                 owner(unit * slots_k + slots_k - 1) - owner(unit * slots_k) + 1

@@ -1,0 +1,12 @@
+// The grid's barrier: a block's threads meet, and the last of them meets those of the other blocks.
+#pragma once
+#include "runtime.h"
+
+namespace cooperative_groups {
+struct Grid {
+  void sync() const {
+    emulator::meet(emulator::block->barriers[15], blockDim.x, [] { emulator::block->others->meet(); });
+  }
+};
+inline Grid this_grid() { return {}; }
+}  // namespace cooperative_groups
