@@ -1,0 +1,140 @@
+// The ends of a prefill call: slots -> rows sorted by expert, cut into token tiles; one row per slot -> one per token.
+//
+// The constant from the build (kernels/plan/prefill.py): FP16
+#include <cooperative_groups.h>
+
+#include "number.cuh"
+#include "prefill_args.cuh"
+
+template <bool YES, class A, class B>
+struct Choose { typedef A type; };
+template <class A, class B>
+struct Choose<false, A, B> { typedef B type; };
+
+typedef Choose<FP16, Fp16, Bf16>::type Type;
+typedef Type::Scalar Scalar;
+
+constexpr int BLOCKS = 8, THREADS = 1024, MOST_EXPERTS = 1024;
+
+__device__ __forceinline__ int expert_of(const PrefillArgs& args, int slot) {
+  long long id = args.flags & IDS64 ? static_cast<const long long*>(args.topk_ids)[slot]
+                                    : static_cast<const int*>(args.topk_ids)[slot];
+  if (id < 0 || id >= args.num_global_experts) return -1;
+  int expert = args.expert_map ? args.expert_map[id] : static_cast<int>(id);
+  return expert < args.num_experts ? expert : -1;
+}
+
+// Sums of both numbers over the threads before this one.
+__device__ __forceinline__ int2 block_prefix(int2 v, int2* partial) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  int2 sum = v;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    int x = __shfl_up_sync(~0u, sum.x, d), y = __shfl_up_sync(~0u, sum.y, d);
+    if (lane >= d) sum.x += x, sum.y += y;
+  }
+  if (lane == 31) partial[warp] = sum;
+  __syncthreads();
+  for (int w = 0; w < warp; w++) sum.x += partial[w].x, sum.y += partial[w].y;
+  return make_int2(sum.x - v.x, sum.y - v.y);
+}
+
+__device__ __forceinline__ int width_of(const PrefillArgs& args, int rows) {
+  int octets = (rows + 7) / 8;
+  while (!(args.widths >> octets & 1)) octets++;
+  return 8 * octets;
+}
+
+// The expert's rows in as few tiles as possible, all of about the same size.
+__device__ __forceinline__ void write_tiles(const PrefillArgs& args, int expert, int row, int rows, int first, int count) {
+  int share = (rows + count - 1) / count, last = rows - (count - 1) * share;
+  int4 what = make_int4(expert, row, rows, share);
+  int4 where = make_int4(first, count, width_of(args, share), width_of(args, last));
+  for (int t = first; t < first + count; t++) {
+    int4* tile = reinterpret_cast<int4*>(args.token_tiles + t);
+    tile[0] = what, tile[1] = where;
+  }
+}
+
+// One cluster. Every block counts its share of the slots by expert; an expert's rows are those of block 0, 1, ... in
+// turn. Where a row stands among the others of its expert and block changes from run to run and nothing depends on it:
+// every row is computed alone and lands by its slot.
+extern "C" __global__ void __cluster_dims__(BLOCKS) __launch_bounds__(THREADS, 1)
+    prefill_route(const __grid_constant__ PrefillArgs args) {
+  namespace cg = cooperative_groups;
+  __shared__ int counts[MOST_EXPERTS];
+  __shared__ int2 partial[32];
+  cg::cluster_group cluster = cg::this_cluster();
+  int rank = cluster.block_rank(), slots = args.tokens * args.top_k, share = (slots + BLOCKS - 1) / BLOCKS;
+  int begin = min(slots, rank * share), end = min(slots, begin + share), thread = threadIdx.x;
+  counts[thread] = 0;
+  __syncthreads();
+  for (int slot = begin + thread; slot < end; slot += THREADS) {
+    int expert = expert_of(args, slot);
+    args.slot_is_here[slot] = expert >= 0;
+    if (expert >= 0) atomicAdd(&counts[expert], 1);
+  }
+  cluster.sync();
+
+  int rows = 0, before = 0;
+#pragma unroll
+  for (int r = 0; r < BLOCKS; r++) {
+    int there = cluster.map_shared_rank(counts, r)[thread];
+    rows += there;
+    if (r < rank) before += there;
+  }
+  int tiles = (rows + args.token_tile - 1) / args.token_tile;
+  int2 first = block_prefix(make_int2(rows, tiles), partial);
+  if (thread % BLOCKS == rank && rows) write_tiles(args, thread, first.x, rows, first.y, tiles);
+  if (rank == 0 && thread == THREADS - 1) *args.counters = {first.y + tiles, {0, 0}};
+  cluster.sync();  // the counts have been read
+  counts[thread] = first.x + before;
+  __syncthreads();
+
+  for (int slot = begin + thread; slot < end; slot += THREADS) {
+    int expert = expert_of(args, slot);
+    if (expert < 0) continue;
+    float weight = args.flags & WEIGHTS_FP32 ? static_cast<const float*>(args.topk_weights)[slot]
+                                             : Type::to_float(static_cast<const Scalar*>(args.topk_weights)[slot]);
+    int row = atomicAdd(&counts[expert], 1);
+    reinterpret_cast<int2*>(args.routed_rows)[row] = make_int2(slot, __float_as_int(weight));
+  }
+}
+
+// Eight columns of a token: its slots that reach an expert of this rank, added in their order.
+extern "C" __global__ void __launch_bounds__(256) prefill_sum(const __grid_constant__ PrefillArgs args) {
+  constexpr int AT_ONCE = 8;
+  int columns8 = args.hidden_size / 8;
+  u64 item = static_cast<u64>(blockIdx.x) * 256 + threadIdx.x;
+  if (item >= static_cast<u64>(args.tokens) * columns8) return;
+  int token = item / columns8, column = item % columns8 * 8;
+  int first = token * args.top_k;
+  const Scalar* from = static_cast<const Scalar*>(args.w2_output) + column;
+  float total[8] = {};
+  for (int k = 0; k < args.top_k; k += AT_ONCE) {
+    uint4 parts[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      int slot = first + k + i;
+      bool here = k + i < args.top_k && args.slot_is_here[slot];
+      parts[i] = here ? __ldcs(reinterpret_cast<const uint4*>(from + static_cast<u64>(slot) * args.hidden_size))
+                      : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const Scalar* part = reinterpret_cast<const Scalar*>(&parts[i]);
+#pragma unroll
+      for (int c = 0; c < 8; c++) total[c] += Type::to_float(part[c]);
+    }
+  }
+  Scalar* out = static_cast<Scalar*>(args.out) + token * args.out_stride + column;
+  Scalar done[8];
+#pragma unroll
+  for (int c = 0; c < 8; c++) done[c] = Type::from_float(total[c] * args.routed_scaling_factor);
+  if (args.flags & OUT_ALIGNED) {
+    *reinterpret_cast<uint4*>(out) = *reinterpret_cast<uint4*>(done);
+  } else {
+#pragma unroll
+    for (int c = 0; c < 8; c++) out[c] = done[c];
+  }
+}
