@@ -12,9 +12,7 @@ import torch
 
 from ..kernels.backends.cuda_moe import build_spec
 from ..kernels.jit.build import CompileReport, compile_all
-from ..kernels.plan.cuda_moe import choose_variant, variants
-from ..kernels.plan.problem import LayerFacts
-from ..kernels.plan.variant import KernelVariant
+from ..kernels.plan.cuda_moe import possible_variants
 from .check import expert_facts
 from .checkpoint import Checkpoint
 from .errors import SchemeError
@@ -122,14 +120,6 @@ def layer_facts(path: str | Path) -> tuple[list[ExpertFacts], int | None]:
     with Checkpoint(path) as checkpoint:
         sources = moe_layers(checkpoint).values()
         return [expert_facts(source.experts, source.scheme) for source in sources], checkpoint.top_k
-
-
-def possible_variants(facts: LayerFacts, rows: int | None, arch: str) -> list[KernelVariant]:
-    """All variants that calls of 1 .. `rows` rows can choose, any number where None."""
-    ordered = list(variants(facts, arch))  # as rows grow
-    if rows is None:
-        return ordered
-    return ordered[: ordered.index(choose_variant(facts, rows=rows, arch=arch)) + 1]
 
 
 def _with_dtype(facts: ExpertFacts, dtype: torch.dtype | None) -> ExpertFacts:
