@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from ..kernels.backends.cuda_moe import build_spec
-from ..kernels.jit.build import CompileReport, compile_all
+from ..kernels.jit.build import CompileReport, compile_all, compiling_is_forbidden
 from ..kernels.plan.cuda_moe import possible_variants
+from ..kernels.plan.decode import check_switch
 from .check import expert_facts
 from .checkpoint import Checkpoint
 from .errors import SchemeError
@@ -73,10 +74,13 @@ def build_kernels(
         dtype: as in `load_layers`, where it is not the source's.
 
     Raises:
-        MarlinMoEError: a checkpoint that cannot be loaded or split so; scales in float32 without `dtype`.
-        JitError: a kernel did not compile, an architecture that NVRTC does not know, or the extra `cuda` is
-            not installed.
+        MarlinMoEError: a checkpoint that cannot be loaded or split so; scales in float32 without `dtype`; a
+            variable that says something impossible.
+        JitError: a kernel did not compile or could not be stored, an architecture that NVRTC does not know,
+            or the extra `cuda` is not installed.
     """
+    compiling_is_forbidden()  # this may compile, but a word that other processes refuse is refused here too
+    check_switch()
     layers, config_top_k = layer_facts(path)
     slots = config_top_k if top_k is None else top_k
     rows = None if slots is None else max_tokens * slots
@@ -99,7 +103,7 @@ def build_kernels(
             *repack_specs(arch),
         )
     ]
-    reports = compile_all(ahead)
+    reports = compile_all(ahead, must_store=True)
     return KernelsReport(
         path=str(path),
         layers=len(layers),

@@ -11,6 +11,7 @@ from checkpoints import write_checkpoint
 from marlin_moe import reserve
 from marlin_moe.kernels import ahead, device, workspace
 from marlin_moe.kernels.backends import cuda_moe
+from marlin_moe.kernels.errors import MarlinMoEError
 from marlin_moe.kernels.plan import cuda_moe as planner
 from marlin_moe.kernels.plan import decode
 from marlin_moe.kernels.plan.problem import LayerFacts
@@ -61,6 +62,15 @@ def test_where_compiling_is_forbidden_the_cache_must_have_it(
     assert asked == [(variant, 7, 1, CUDA) for variant in planner.variants(one, "sm_90a")]
 
 
+def test_a_switch_that_says_something_impossible_is_refused(
+    asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MARLIN_MOE_DECODE", "on")
+    with pytest.raises(MarlinMoEError, match=r"MARLIN_MOE_DECODE: expected 1 .*got 'on'"):
+        ahead.compile_for([(facts(), 1)], CUDA)
+    assert asked == []
+
+
 @pytest.mark.parametrize("max_tokens", [1, 20, 8192])
 @pytest.mark.parametrize("decode_path", [False, True])
 def test_what_build_makes_is_what_reserve_asks_for(
@@ -73,7 +83,9 @@ def test_what_build_makes_is_what_reserve_asks_for(
     write_checkpoint(tmp_path, num_layers=2, num_experts=4, symmetric=False)
     ((loaded, *_), _) = layer_facts(tmp_path)
     (rank,) = all_ranks(loaded, tp=1, ep=1)
-    monkeypatch.setattr(build_kernels_module, "compile_all", lambda specs: asked.append(list(specs)) or [])
+    monkeypatch.setattr(
+        build_kernels_module, "compile_all", lambda specs, must_store: asked.append(list(specs)) or []
+    )
     build_kernels(tmp_path, ["sm_90a"], max_tokens=max_tokens, top_k=2)
     made = {spec for spec in asked.pop() if spec.source.name in ("moe.cu", "decode.cu")}
     monkeypatch.setenv("MARLIN_MOE_JIT", "forbid")
