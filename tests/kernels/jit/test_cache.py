@@ -323,6 +323,7 @@ GONE = 2**22 + 1  # more than Linux ever gives
         (os.getpid(), 86_000, True),
         (os.getpid(), 87_000, False),
     ],
+    ids=["gone", "gone, an hour", "no number of a process", "running", "running, hours", "running, a day"],
 )
 def test_what_killed_compilers_left_is_removed_when_an_entry_is_written(
     root: Path, pid: int, age_s: int, stays: bool
