@@ -19,6 +19,7 @@ One module per command, named after it, with what only that command needs before
     bench_results     what a layer benchmark found, as a file
     bench_plot        draws it
     bench             prints what was drawn
+    kernel_setup      where CUDA kernels are kept, and whether they may be compiled
     machine           what this machine can run, as a report
     doctor            prints it
     demo_checkpoint   the demo's checkpoint, by compressed-tensors' own code

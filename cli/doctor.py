@@ -1,13 +1,15 @@
 """`marlin-moe doctor`."""
 
+import os
 from typing import TYPE_CHECKING
 
 import click
 
 from .options import json_option
-from .output import bytes_text, print_json
+from .output import bytes_text, counted, print_json
 
 if TYPE_CHECKING:
+    from .kernel_setup import KernelSetup
     from .machine import MachineReport
 
 
@@ -16,9 +18,9 @@ if TYPE_CHECKING:
 def doctor(as_json: bool) -> None:
     """Say what this machine can run, and why not the rest.
 
-    Lists the packages, the loop that repacks weights (C or torch), every device with the backends of the op
-    that accept it or the reason why they do not, and the workspace that a known layer needs. Exit code 1 if
-    something keeps this installation from working.
+    Lists the packages, the loop that repacks weights (C or torch), the cache of CUDA kernels and whether they
+    may be compiled, every device with the backends of the op that accept it or the reason why they do not,
+    and the workspace that a known layer needs. Exit code 1 if something keeps this installation from working.
 
     \b
     Example:
@@ -52,6 +54,7 @@ def _print(report: "MachineReport") -> None:
     others = [variant for variant in native.variants if variant != native.variant]
     also = f"; this processor also has {', '.join(others)}" if native.variant and others else ""
     _say("repacking", f"{native.path or 'none'}{also}")
+    _print_kernels(report.kernels)
     for device in report.devices:
         memory = "" if device.memory_bytes is None else f", {bytes_text(device.memory_bytes)}"
         _say(device.name, device.description + memory)
@@ -63,6 +66,19 @@ def _print(report: "MachineReport") -> None:
         _say("cuda", f"no device: {report.no_cuda_because}")
     sizes = ", ".join(f"{name} {bytes_text(n)}" for name, n in report.sample_workspace_bytes.items())
     _say("workspace", f"{sizes}, for {report.sample}")
+
+
+def _print_kernels(setup: "KernelSetup") -> None:
+    cache = setup.cache
+    held = f"{counted(cache.entries, 'kernel')}, {bytes_text(cache.nbytes)}"
+    state = f"none can be stored: {cache.reason}" if cache.reason else "usable"
+    _say("kernel cache", f"refused: {cache.problem}" if cache.problem else f"{cache.path}: {held}; {state}")
+    for name, answer, words, variable in (
+        ("compiling", setup.compiling, ("forbidden", "allowed"), "MARLIN_MOE_JIT"),
+        ("decode path", setup.decode_path, ("off", "on"), "MARLIN_MOE_DECODE"),
+    ):
+        set_to = f"={os.environ[variable]}" if variable in os.environ else " is not set"
+        _say(name, f"{'not known' if answer is None else words[answer]} ({variable}{set_to})")
 
 
 def _say(what: str, text: str) -> None:

@@ -17,6 +17,7 @@ from ..kernels.plan.problem import LayerFacts, MatrixFacts, MoEProblem
 from ..kernels.plan.reference import plan_workspace
 from ..repack.native.path import SWITCH, load_extension, native_path
 from ..repack.rank_facts import cuda_bytes
+from .kernel_setup import KernelSetup, examine_kernel_setup
 
 DISTRIBUTION = "marlin-moe"
 SAMPLE_NAME = "Qwen3-30B-A3B W4A16 g128, bf16, 8192 tokens, top-8"
@@ -75,6 +76,7 @@ class MachineReport:
         threads: of torch, which repacking and the reference backend use.
         packages: dependencies and extras, with their versions.
         native: the loop that repacks weights.
+        kernels: where CUDA kernels are kept, and whether they may be compiled.
         devices: the CPU and every GPU.
         no_cuda_because: why there is no CUDA device, or None where there is one.
         sample: the problem that backends and the workspace were asked about.
@@ -90,6 +92,7 @@ class MachineReport:
     threads: int
     packages: tuple[PackageReport, ...]
     native: NativeReport
+    kernels: KernelSetup
     devices: tuple[DeviceReport, ...]
     no_cuda_because: str | None
     sample: str
@@ -107,10 +110,12 @@ class MachineReport:
 
 
 def examine_machine() -> MachineReport:
-    """Looks at packages, the C loop, devices and backends; runs nothing and compiles nothing."""
+    """Looks at packages, the C loop, the cubin cache, devices and backends; compiles nothing."""
     no_cuda = _why_no_cuda()
     packages = tuple(_packages())
     native, problems = _native()
+    kernels, wrong = examine_kernel_setup()
+    problems += wrong
     problems += [
         f"{package.name}: expected to be installed, because {DISTRIBUTION} needs it, got nothing. "
         f"Install {DISTRIBUTION} again."
@@ -126,6 +131,7 @@ def examine_machine() -> MachineReport:
         threads=torch.get_num_threads(),
         packages=packages,
         native=native,
+        kernels=kernels,
         devices=tuple(_devices(cuda=no_cuda is None)),
         no_cuda_because=no_cuda,
         sample=SAMPLE_NAME,

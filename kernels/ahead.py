@@ -5,16 +5,22 @@ from collections.abc import Iterable
 import torch
 
 from .device import architecture, reason_against_kernels
-from .plan.cuda_moe import variants
+from .plan.cuda_moe import possible_variants
+from .plan.decode import check_switch
 from .plan.problem import LayerFacts
 
 
-def compile_for(facts: Iterable[LayerFacts], device: torch.device) -> None:
-    """Compile and load on a CUDA device all kernels that these layers' calls can choose there.
+def compile_for(layers: Iterable[tuple[LayerFacts, int]], device: torch.device) -> None:
+    """Compile and load on a CUDA device what calls of layers can choose there, of up to so many rows each.
 
     Does nothing where the CUDA backend does not run: on other devices, older ones, or without its compiler.
 
+    Args:
+        layers: facts of each, and the most rows that a pass of its calls has.
+        device: where they are.
+
     Raises:
+        MarlinMoEError: MARLIN_MOE_DECODE says something else than 0 or 1.
         JitError: a kernel did not compile; or MARLIN_MOE_JIT forbids it and the cache has none.
     """
     if device.type != "cuda":
@@ -22,12 +28,17 @@ def compile_for(facts: Iterable[LayerFacts], device: torch.device) -> None:
     from .backends import cuda_moe  # it imports the layer, and the layer the workspace
     from .jit.build import compiling_is_forbidden
 
-    wanted = list(dict.fromkeys(facts))
+    wanted = list(layers)
     if not wanted or reason_against_kernels(device) is not None:
         return
+    check_switch()
+    arch = architecture(device)
+    chosen = dict.fromkeys(
+        (variant, facts.num_experts)
+        for facts, rows in wanted
+        for variant in possible_variants(facts, rows, arch)
+    )
     if not compiling_is_forbidden():
-        cuda_moe.compile_ahead(wanted, device)
-        return
-    for layer in wanted:
-        for variant in variants(layer, architecture(device)):
-            cuda_moe.prepared(variant, layer.num_experts, 1, device)
+        cuda_moe.compile_ahead((variant for variant, _ in chosen), arch)
+    for variant, num_experts in chosen:
+        cuda_moe.prepared(variant, num_experts, 1, device)

@@ -113,12 +113,10 @@ class Workspace:
                 "loaded without it, got None. Give reserve(top_k=...), or load the layer with top_k=."
             )
         _check_count(slots, "top_k")
-        self._check_room(self.max_tokens * slots)
-        compile_for([self.facts], self.device)
-        lease = self._bind(
-            self.backend,
-            lambda handle: handle.max_tokens * (slots if handle is self else handle.top_k or slots),
-        )
+        rows = self.max_tokens * slots
+        self._check_room(rows)
+        compile_for([(self.facts, max(rows, self._most_rows(slots)))], self.device)
+        lease = self._bind(self.backend, lambda other: rows if other is self else other._most_rows(slots))
         return lease.scratch.bytes.nbytes
 
     def reset(self) -> None:
@@ -134,7 +132,7 @@ class Workspace:
         `rows` is what the call needs: inside a capture the scratch has no more.
         """
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            most = self.max_tokens * (self.top_k or top_k)
+            most = self._most_rows(top_k)
             yield self.captured(backend, most if rows is None else min(rows, most))
             return
         lease = self.bound(backend, top_k=top_k)
@@ -143,9 +141,7 @@ class Workspace:
 
     def bound(self, backend: str, *, top_k: int) -> Lease:
         """The current stream's buffers outside of captures: those held, or bound now."""
-        return self._current(backend) or self._bind(
-            backend, lambda handle: handle.max_tokens * (handle.top_k or top_k)
-        )
+        return self._current(backend) or self._bind(backend, lambda handle: handle._most_rows(top_k))
 
     def captured(self, backend: str, rows: int) -> Lease:
         """Buffers from the pool of the graph that is being captured."""
@@ -174,6 +170,10 @@ class Workspace:
                     scratch = registry.new_scratch(key, largest)
                 self._leases[backend, key.stream] = Lease.lay_over(scratch, plan)
             return self._leases[backend, key.stream]
+
+    def _most_rows(self, top_k: int) -> int:
+        """The most rows of a pass where nothing else was reserved; `top_k` is the calls', if not known."""
+        return self.max_tokens * (self.top_k or top_k)
 
     def _check_room(self, rows: int) -> None:
         lease = self._current()
@@ -217,7 +217,8 @@ def reserve(device: torch.device | str | int, *, max_tokens: int, top_k: int) ->
             )
         for handle in handles:
             handle._check_room(rows)
-    compile_for((handle.facts for handle in handles), place)
+    # Other streams and captures take what a layer was loaded with, whatever this one gets.
+    compile_for([(handle.facts, max(rows, handle._most_rows(top_k))) for handle in handles], place)
     with registry.lock:
         return max(handle._bind(handle.backend, lambda _: rows).scratch.bytes.nbytes for handle in handles)
 

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from ..kernels.backends.cuda_moe import build_spec
-from ..kernels.jit.build import CompileReport, compile_all
-from ..kernels.plan.cuda_moe import choose_variant, variants
-from ..kernels.plan.problem import LayerFacts
-from ..kernels.plan.variant import KernelVariant
+from ..kernels.jit.build import CompileReport, compile_all, compiling_is_forbidden
+from ..kernels.plan.cuda_moe import possible_variants
+from ..kernels.plan.decode import check_switch
 from .check import expert_facts
 from .checkpoint import Checkpoint
 from .errors import SchemeError
@@ -75,10 +74,13 @@ def build_kernels(
         dtype: as in `load_layers`, where it is not the source's.
 
     Raises:
-        MarlinMoEError: a checkpoint that cannot be loaded or split so; scales in float32 without `dtype`.
-        JitError: a kernel did not compile, an architecture that NVRTC does not know, or the extra `cuda` is
-            not installed.
+        MarlinMoEError: a checkpoint that cannot be loaded or split so; scales in float32 without `dtype`; a
+            variable that says something impossible.
+        JitError: a kernel did not compile or could not be stored, an architecture that NVRTC does not know,
+            or the extra `cuda` is not installed.
     """
+    compiling_is_forbidden()  # this may compile, but a word that other processes refuse is refused here too
+    check_switch()
     layers, config_top_k = layer_facts(path)
     slots = config_top_k if top_k is None else top_k
     rows = None if slots is None else max_tokens * slots
@@ -101,7 +103,7 @@ def build_kernels(
             *repack_specs(arch),
         )
     ]
-    reports = compile_all(ahead)
+    reports = compile_all(ahead, must_store=True)
     return KernelsReport(
         path=str(path),
         layers=len(layers),
@@ -122,14 +124,6 @@ def layer_facts(path: str | Path) -> tuple[list[ExpertFacts], int | None]:
     with Checkpoint(path) as checkpoint:
         sources = moe_layers(checkpoint).values()
         return [expert_facts(source.experts, source.scheme) for source in sources], checkpoint.top_k
-
-
-def possible_variants(facts: LayerFacts, rows: int | None, arch: str) -> list[KernelVariant]:
-    """All variants that calls of 1 .. `rows` rows can choose, any number where None."""
-    ordered = list(variants(facts, arch))  # as rows grow
-    if rows is None:
-        return ordered
-    return ordered[: ordered.index(choose_variant(facts, rows=rows, arch=arch)) + 1]
 
 
 def _with_dtype(facts: ExpertFacts, dtype: torch.dtype | None) -> ExpertFacts:

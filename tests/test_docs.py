@@ -12,10 +12,13 @@ import click
 import pytest
 
 from marlin_moe.cli.main import main
+from tree import package_files
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")])
 TEST = re.compile(r"\[(?P<file>[\w/]+\.py)::(?P<name>\w+)\]\((?P<link>[^)]+)\)")
+
+VARIABLE = re.compile(r"MARLIN_MOE_[A-Z]+")
 
 
 def page_name(page: Path) -> str:
@@ -82,6 +85,20 @@ def test_every_command_that_is_shown_is_one(page: Path) -> None:
 def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
         assert (page.parent / link).exists(), link
+
+
+def test_the_table_of_variables_is_what_the_package_reads() -> None:
+    """A variable's name is a string of its own in the code that reads it."""
+    trees = [ast.parse((ROOT / path).read_text()) for path in package_files()]
+    read = {
+        node.value
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and VARIABLE.fullmatch(node.value)
+    }
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| .+ \|$", (ROOT / "README.md").read_text(), flags=re.M)
+    assert sorted(rows) == sorted(read)
+    assert len(read) > 3
 
 
 @pytest.mark.parametrize(

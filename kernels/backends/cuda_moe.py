@@ -142,15 +142,9 @@ def build_spec(variant: KernelVariant, arch: str) -> BuildSpec:
     )
 
 
-def compile_ahead(facts: Iterable[LayerFacts], device: torch.device) -> None:
-    """Compile what the planner can choose for these layers, and load it on the device."""
-    arch = architecture(device)
-    chosen = {
-        (variant, layer.num_experts): None for layer in facts for variant in planner.variants(layer, arch)
-    }
-    compile_all(build_spec(variant, arch) for variant, _ in chosen)
-    for variant, num_experts in chosen:
-        prepared(variant, num_experts, 1, device)
+def compile_ahead(variants: Iterable[KernelVariant], arch: str) -> None:
+    """Compile variants into the cache, several at once."""
+    compile_all(build_spec(variant, arch) for variant in variants)
 
 
 @functools.lru_cache(maxsize=64)

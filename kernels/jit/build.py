@@ -7,9 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ..errors import JitError
-from .cache import read_entry, write_entry
+from .cache import cache_folder, check_cache, read_entry, write_entry
 from .compile import CompiledKernel, compile_cubin
 from .spec import BuildSpec
+from .toolkit import installed_toolkit
+
+SWITCH = "MARLIN_MOE_JIT"
 
 _compiling: dict[str, threading.Lock] = {}  # by key, so that threads of a process compile a spec once
 _guard = threading.Lock()
@@ -51,9 +54,9 @@ def compiling_is_forbidden() -> bool:
     Raises:
         JitError: it says something else.
     """
-    value = os.environ.get("MARLIN_MOE_JIT", "")
+    value = os.environ.get(SWITCH, "")
     if value not in ("", "allow", "forbid"):
-        raise JitError(f"MARLIN_MOE_JIT: expected allow or forbid, got {value!r}.")
+        raise JitError(f"{SWITCH}: expected allow or forbid, got {value!r}. Unset it to allow compiling.")
     return value == "forbid"
 
 
@@ -64,26 +67,30 @@ def obtain_cubin(spec: BuildSpec) -> CompiledKernel:
         JitError: as `compile_cubin`; or it would have to be compiled and MARLIN_MOE_JIT forbids it.
     """
     forbidden = compiling_is_forbidden()
-    return _find_or_compile(spec, forbidden=forbidden, cache=True)[0]
+    return _find_or_compile(spec, forbidden=forbidden, cache=True).compiled
 
 
 def compile_all(
-    specs: Iterable[BuildSpec], *, cache: bool = True, jobs: int | None = None
+    specs: Iterable[BuildSpec], *, cache: bool = True, must_store: bool = False, jobs: int | None = None
 ) -> list[CompileReport]:
     """Compiles ahead what the cache does not hold, several at once, whatever MARLIN_MOE_JIT says.
 
     Args:
         specs: what to compile; equal ones are compiled once.
         cache: whether cubins are looked up in the cache and put there.
+        must_store: whether one that cannot be put there is an error, and not a warning.
         jobs: how many at once; as many as this process has processors when None.
 
     Returns:
         One report per spec, in their order.
 
     Raises:
-        JitError: some did not compile; the text has every one of them. The others are in the cache.
+        JitError: some did not compile; the text has every one of them. The others are in the cache. Or the
+            cache is refused as `check_cache` says, and nothing is compiled.
     """
     listed = list(specs)
+    if cache:
+        check_cache(create=must_store)
     jobs = len(os.sched_getaffinity(0)) if jobs is None else jobs
     if jobs < 1:
         raise JitError(f"jobs: expected at least 1, got {jobs}.")
@@ -94,28 +101,56 @@ def compile_all(
         }
     failures = [str(error) for future in futures.values() if (error := _failure(future.exception()))]
     if failures:
-        raise JitError(f"{len(failures)} of {len(futures)} kernels did not compile:\n" + "\n".join(failures))
-    return [_report(spec, *futures[spec].result()) for spec in listed]
+        texts = "\n".join(dict.fromkeys(failures))  # what is wrong with the installation is so for each
+        raise JitError(f"{len(failures)} of {len(futures)} kernels did not compile:\n{texts}")
+    obtained = {spec: future.result() for spec, future in futures.items()}
+    if must_store:
+        _check_stored(list(obtained.values()))
+    return [_report(spec, obtained[spec]) for spec in listed]
 
 
-def _find_or_compile(spec: BuildSpec, *, forbidden: bool, cache: bool) -> tuple[CompiledKernel, bool]:
-    """The cubin, and whether it was in the cache."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Obtained:
+    """A cubin, whether it was in the cache, and why it could not be put there."""
+
+    compiled: CompiledKernel
+    cached: bool
+    unstored_because: str | None = None
+
+
+def _find_or_compile(spec: BuildSpec, *, forbidden: bool, cache: bool) -> _Obtained:
     key = spec.key()
     with _guard:
         lock = _compiling.setdefault(key, threading.Lock())
     with lock:
         if cache and (found := read_entry(key)) is not None:
-            return found, True
+            return _Obtained(compiled=found, cached=True)
         if forbidden:
-            raise JitError(
-                f"{spec.title}: expected a cubin for {spec.arch} in the cache, because MARLIN_MOE_JIT=forbid "
-                f"allows no compiling, got none under {key}. Build it ahead with this version: "
-                f"marlin-moe kernels build PATH --arch {spec.arch}"
-            )
+            raise JitError(_missing_text(spec, key))
         compiled = compile_cubin(spec)
-        if cache:
-            write_entry(compiled)
-        return compiled, False
+        reason = write_entry(compiled) if cache else None
+        return _Obtained(compiled=compiled, cached=False, unstored_because=reason)
+
+
+def _missing_text(spec: BuildSpec, key: str) -> str:
+    return (
+        f"{spec.title}: expected a cubin for {spec.arch} in the cache, because {SWITCH}=forbid allows no "
+        f"compiling, got none that is whole in {cache_folder()} under {key}. Build it ahead: "
+        f"marlin-moe kernels build PATH --arch {spec.arch}, with --tp, --ep, --dtype, --max-tokens and "
+        "--top-k as in the process that loads the layers, the same MARLIN_MOE_CACHE and MARLIN_MOE_DECODE, "
+        f"this version of marlin-moe and NVRTC {installed_toolkit().version}."
+    )
+
+
+def _check_stored(obtained: list[_Obtained]) -> None:
+    reasons = [one.unstored_because for one in obtained if one.unstored_because is not None]
+    if reasons:
+        stored = len(obtained) - len(reasons)
+        raise JitError(
+            f"{cache_folder()}: expected to store {len(obtained)} kernels, because other processes look for "
+            f"them there, got {stored or 'nothing'} stored: {'; '.join(dict.fromkeys(reasons))}. Mend it, or "
+            "set MARLIN_MOE_CACHE to a folder that can be written."
+        )
 
 
 def _failure(error: BaseException | None) -> JitError | None:
@@ -125,12 +160,13 @@ def _failure(error: BaseException | None) -> JitError | None:
     raise error
 
 
-def _report(spec: BuildSpec, compiled: CompiledKernel, cached: bool) -> CompileReport:
+def _report(spec: BuildSpec, obtained: _Obtained) -> CompileReport:
+    compiled = obtained.compiled
     return CompileReport(
         name=spec.title,
         arch=spec.arch,
         key=compiled.key,
-        cached=cached,
+        cached=obtained.cached,
         seconds=compiled.seconds,
         registers=compiled.registers,
         spill_store_bytes=compiled.spill_store_bytes,

@@ -35,6 +35,14 @@ def variants(facts: LayerFacts, arch: str) -> tuple[KernelVariant, ...]:
     return (*decode.variants(facts, arch), *general)
 
 
+def possible_variants(facts: LayerFacts, rows: int | None, arch: str) -> tuple[KernelVariant, ...]:
+    """All that calls of 1 .. `rows` rows can choose, of any number where None; in order of rows."""
+    ordered = variants(facts, arch)
+    if rows is None:
+        return ordered
+    return ordered[: ordered.index(choose_variant(facts, rows=rows, arch=arch)) + 1]
+
+
 def most_slot_parts(facts: LayerFacts, *, rows: int) -> int:
     """Into how many parts of K w2_output has room for, in float32 and for `rows` rows."""
     return max(1, _slot_bytes(facts, rows) // (4 * rows * facts.hidden_size))

@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..errors import MarlinMoEError
 from .problem import LayerFacts
 from .variant import KernelVariant, form_of
 
@@ -96,6 +97,20 @@ class DecodeVariant(KernelVariant):
         slots = self.intermediate * self.w2_bits // 256
         most = self.activation_k * self.w2_bits // 256
         return -(-slots // most)
+
+
+def check_switch() -> None:
+    """Whether the variable says what it may.
+
+    Raises:
+        MarlinMoEError: it says something else than 0 or 1.
+    """
+    value = os.environ.get(SWITCH, "")
+    if value not in ("", "0", "1"):
+        raise MarlinMoEError(
+            f"{SWITCH}: expected 1 (few rows run through the decode path) or 0, got {value!r}. Unset it to "
+            "leave that path off."
+        )
 
 
 def max_rows(facts: LayerFacts) -> int:

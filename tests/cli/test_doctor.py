@@ -1,7 +1,10 @@
 """`marlin-moe doctor`, and what it finds."""
 
 import json
+import os
+import re
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from marlin_moe.cli import machine
 from marlin_moe.cli.machine import examine_machine
 from marlin_moe.cli.main import main
 from marlin_moe.kernels.backends.choose import BACKENDS
+from marlin_moe.kernels.plan import decode
 from marlin_moe.repack.native.path import SWITCH, load_extension
 
 
@@ -19,8 +23,10 @@ def doctor(*arguments: str) -> Result:
 
 
 @pytest.fixture(autouse=True)
-def no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(SWITCH, raising=False)
+def no_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (SWITCH, "MARLIN_MOE_JIT", "MARLIN_MOE_DECODE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("MARLIN_MOE_CACHE", str(tmp_path / "cache"))
 
 
 def test_the_report_names_this_machine() -> None:
@@ -90,6 +96,82 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "missing no-such-extra: pip install 'marlin-moe[cuda]'" in result.stdout
     assert "no-such-package: expected to be installed" in result.stderr
     assert "no-such-extra: expected" not in result.stderr
+
+
+def test_the_kernel_cache_is_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "cubin" / "v1"
+    assert f"kernel cache  {folder}: 0 kernels, 0 B; usable" in doctor().stdout
+    assert not (tmp_path / "cache").exists(), "looking makes no folder"
+    folder.mkdir(mode=0o700, parents=True)
+    for name, nbytes in (("ab" * 32, 1500), ("cd" * 32, 500), (f".{'ab' * 32}-1-{'0f' * 8}", 70)):
+        (folder / name).write_bytes(bytes(nbytes))
+    (folder / ("ef" * 32)).mkdir()
+    assert f"kernel cache  {folder}: 2 kernels, 2.00 kB; usable" in doctor().stdout
+    assert len(os.listdir(folder)) == 4
+    kernels = json.loads(doctor("--json").stdout)["kernels"]
+    assert kernels["cache"] == {
+        "path": str(folder),
+        "entries": 2,
+        "nbytes": 2000,
+        "reason": None,
+        "problem": None,
+    }
+    assert (kernels["compiling"], kernels["decode_path"]) == (True, decode.ON)
+
+
+@pytest.mark.parametrize("below", ["", "/below"])
+def test_a_cache_that_cannot_be_written_is_said_and_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str
+) -> None:
+    """Kernels are then compiled anew in every process."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MARLIN_MOE_CACHE", f"{tmp_path}/file{below}")
+    result = doctor()
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert re.search(r"kernel cache  .*/cubin/v1: 0 kernels, 0 B; none can be stored: .+", result.stdout)
+    monkeypatch.setenv("MARLIN_MOE_CACHE", "/proc/x")
+    assert "none can be stored: /proc: No such file or directory" in doctor().stdout
+
+
+def test_a_cache_that_is_refused_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    for value, said in (
+        (str(tmp_path / "cache"), "mode 0777"),
+        ("cache", "absolute path"),
+        ("~nosuchuser/cache", "no home is known"),
+    ):
+        monkeypatch.setenv("MARLIN_MOE_CACHE", value)
+        result = doctor()
+        assert result.exit_code == 1
+        assert said in result.stderr
+        assert re.search(rf"kernel cache  refused: .*{said}", result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("variable", "name"), [("MARLIN_MOE_JIT", "compiling"), ("MARLIN_MOE_DECODE", "decode path")]
+)
+def test_a_variable_that_says_something_impossible_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, variable: str, name: str
+) -> None:
+    monkeypatch.setenv(variable, "bogus")
+    result = doctor()
+    assert result.exit_code == 1
+    assert f"{variable}: expected" in result.stderr
+    assert f"{name:<13} not known ({variable}=bogus)" in result.stdout
+
+
+def test_what_the_variables_say_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = doctor().stdout
+    assert "compiling     allowed (MARLIN_MOE_JIT is not set)" in shown
+    assert re.search(r"decode path   (on|off) \(MARLIN_MOE_DECODE is not set\)", shown)
+    monkeypatch.setenv("MARLIN_MOE_JIT", "forbid")
+    result = doctor()
+    assert result.exit_code == 0
+    assert "compiling     forbidden (MARLIN_MOE_JIT=forbid)" in result.stdout
+    monkeypatch.setattr(decode, "ON", True)
+    monkeypatch.setenv("MARLIN_MOE_DECODE", "1")
+    assert "decode path   on (MARLIN_MOE_DECODE=1)" in doctor().stdout
 
 
 def test_json_is_the_report() -> None:

@@ -44,7 +44,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[BuildSpec]:
     """Nothing is compiled; what was asked for, with a report of each that looks like a real one."""
     asked: list[BuildSpec] = []
 
-    def compile_all(specs: Iterable[BuildSpec]) -> list[CompileReport]:
+    def compile_all(specs: Iterable[BuildSpec], *, must_store: bool) -> list[CompileReport]:
+        assert must_store
         asked.extend(specs)
         return [
             CompileReport(
@@ -204,6 +205,32 @@ def test_scales_that_cuda_does_not_compute_in_need_a_dtype(tmp_path: Path, compi
     assert "--dtype" in result.stderr
     assert build(tmp_path, "--arch", "sm_90a", "--dtype", "float16").exit_code == 0
     assert {dict(spec.constants)["FP16"] for spec in moe_specs(compiled)} == {True}
+
+
+def test_a_cache_in_which_nothing_can_be_stored_is_a_failed_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path / "source", num_experts=4)
+    (tmp_path / "file").touch()
+    for place in ("/proc/x", str(tmp_path / "file")):
+        monkeypatch.setenv("MARLIN_MOE_CACHE", place)
+        result = build(tmp_path / "source", "--arch", "sm_80", "--max-tokens", "1")
+        assert (result.exit_code, result.stdout) == (1, "")
+        (line,) = result.stderr.splitlines()
+        assert line.startswith(f"error: {place}: expected a folder to store compiled kernels in")
+        assert "Nothing was stored" in line
+
+
+@pytest.mark.parametrize("variable", ["MARLIN_MOE_JIT", "MARLIN_MOE_DECODE"])
+def test_a_variable_that_says_something_impossible_is_bad_input(
+    tmp_path: Path, compiled: list[BuildSpec], monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    write_checkpoint(tmp_path)
+    monkeypatch.setenv(variable, "bogus")
+    result = build(tmp_path, "--arch", "sm_90a")
+    assert result.exit_code == 1
+    assert re.fullmatch(rf"error: {variable}: expected .* got 'bogus'\. Unset it .*\n", result.stderr)
+    assert not compiled
 
 
 def test_what_was_built_is_found_where_compiling_is_forbidden(

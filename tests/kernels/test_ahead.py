@@ -1,15 +1,25 @@
 """`reserve` compiles on a CUDA device what its layers can ask for, and only there."""
 
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from checkpoints import write_checkpoint
 from marlin_moe import reserve
 from marlin_moe.kernels import ahead, device, workspace
 from marlin_moe.kernels.backends import cuda_moe
+from marlin_moe.kernels.errors import MarlinMoEError
+from marlin_moe.kernels.plan import cuda_moe as planner
+from marlin_moe.kernels.plan import decode
 from marlin_moe.kernels.plan.problem import LayerFacts
 from marlin_moe.kernels.plan.workspaces import usual_backend
+from marlin_moe.kernels.workspace import Workspace
+from marlin_moe.repack import build_kernels as build_kernels_module
+from marlin_moe.repack.build_kernels import build_kernels, layer_facts
+from marlin_moe.repack.rank_facts import all_ranks
 from random_layer import random_layer
 
 CUDA = torch.device("cuda", 0)
@@ -23,7 +33,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(device, "has_compiler", lambda: True)
-    monkeypatch.setattr(cuda_moe, "compile_ahead", lambda facts, device: calls.append((list(facts), device)))
+    monkeypatch.setattr(cuda_moe, "compile_all", lambda specs: calls.append(list(specs)))
     monkeypatch.setattr(cuda_moe, "prepared", lambda *arguments: calls.append(arguments))
     return calls
 
@@ -33,9 +43,14 @@ def facts(**changes: Any) -> LayerFacts:
 
 
 def test_equal_layers_are_compiled_once(asked: list[Any]) -> None:
-    one, other = facts(), facts(bits=8)
-    ahead.compile_for([one, other, one], CUDA)
-    assert asked == [([one, other], CUDA)]
+    one, other = facts(num_experts=7), facts(num_experts=7, bits=8)
+    ahead.compile_for([(one, 1), (other, 2**20), (one, 2**20)], CUDA)
+    variants = {*planner.variants(one, "sm_90a"), *planner.variants(other, "sm_90a")}
+    compiled, *prepared = asked
+    assert len(compiled) == len(variants)
+    assert set(compiled) == {cuda_moe.build_spec(variant, "sm_90a") for variant in variants}
+    assert len(prepared) == len(variants)
+    assert set(prepared) == {(variant, 7, 1, CUDA) for variant in variants}
 
 
 def test_where_compiling_is_forbidden_the_cache_must_have_it(
@@ -43,20 +58,57 @@ def test_where_compiling_is_forbidden_the_cache_must_have_it(
 ) -> None:
     monkeypatch.setenv("MARLIN_MOE_JIT", "forbid")
     one = facts(num_experts=7)
-    ahead.compile_for([one], CUDA)
-    assert asked == [(variant, 7, 1, CUDA) for variant in cuda_moe.planner.variants(one, "sm_90a")]
+    ahead.compile_for([(one, 2**20)], CUDA)
+    assert asked == [(variant, 7, 1, CUDA) for variant in planner.variants(one, "sm_90a")]
+
+
+def test_a_switch_that_says_something_impossible_is_refused(
+    asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MARLIN_MOE_DECODE", "on")
+    with pytest.raises(MarlinMoEError, match=r"MARLIN_MOE_DECODE: expected 1 .*got 'on'"):
+        ahead.compile_for([(facts(), 1)], CUDA)
+    assert asked == []
+
+
+@pytest.mark.parametrize("max_tokens", [1, 20, 8192])
+@pytest.mark.parametrize("decode_path", [False, True])
+def test_what_build_makes_is_what_reserve_asks_for(
+    tmp_path: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch, max_tokens: int, decode_path: bool
+) -> None:
+    """No more, so that a process that may not compile gets no error for a kernel that no call can choose."""
+    monkeypatch.setattr(decode, "ON", decode_path)
+    for needs_a_stream in ("_check_room", "_bind"):
+        monkeypatch.setattr(Workspace, needs_a_stream, Mock())
+    write_checkpoint(tmp_path, num_layers=2, num_experts=4, symmetric=False)
+    ((loaded, *_), _) = layer_facts(tmp_path)
+    (rank,) = all_ranks(loaded, tp=1, ep=1)
+    monkeypatch.setattr(
+        build_kernels_module, "compile_all", lambda specs, must_store: asked.append(list(specs)) or []
+    )
+    build_kernels(tmp_path, ["sm_90a"], max_tokens=max_tokens, top_k=2)
+    made = {spec for spec in asked.pop() if spec.source.name in ("moe.cu", "decode.cu")}
+    monkeypatch.setenv("MARLIN_MOE_JIT", "forbid")
+    workspace = Workspace(rank, device=CUDA, max_tokens=max_tokens, top_k=2)
+    workspace.reserve()
+    wanted = {cuda_moe.build_spec(variant, "sm_90a") for variant, *_ in asked}
+    assert wanted == made
+    choices = {
+        planner.choose_variant(rank, rows=rows, arch="sm_90a") for rows in range(1, 2 * max_tokens + 1)
+    }
+    assert wanted == {cuda_moe.build_spec(variant, "sm_90a") for variant in choices}
 
 
 def test_nothing_is_compiled_where_the_backend_does_not_run(
     asked: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead.compile_for([], CUDA)
-    ahead.compile_for([facts()], torch.device("cpu"))
+    ahead.compile_for([(facts(), 1)], torch.device("cpu"))
     monkeypatch.setattr(device, "has_compiler", lambda: False)
-    ahead.compile_for([facts()], CUDA)
+    ahead.compile_for([(facts(), 1)], CUDA)
     monkeypatch.setattr(device, "has_compiler", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    ahead.compile_for([facts()], CUDA)
+    ahead.compile_for([(facts(), 1)], CUDA)
     assert asked == []
 
 
@@ -75,11 +127,11 @@ def test_a_device_on_which_the_kernels_do_not_run_gets_the_references_scratch(
 
 def test_reserving_asks_for_the_layers_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(workspace, "compile_for", lambda facts, device: calls.append((set(facts), device)))
-    layer, other = random_layer(), random_layer(bits=8)
+    monkeypatch.setattr(workspace, "compile_for", lambda needs, device: calls.append((set(needs), device)))
+    layer, other = random_layer(max_tokens=16), random_layer(bits=8, max_tokens=128, top_k=3)
     assert layer.workspace is not None
     assert other.workspace is not None
     layer.workspace.reserve(top_k=2)
-    assert calls == [({layer.workspace.facts}, torch.device("cpu"))]
-    reserve("cpu", max_tokens=64, top_k=2)
-    assert calls[1][0] >= {layer.workspace.facts, other.workspace.facts}
+    assert calls == [({(layer.workspace.facts, 16 * 2)}, torch.device("cpu"))]
+    reserve("cpu", max_tokens=8, top_k=4)
+    assert calls[1][0] >= {(layer.workspace.facts, 16 * 4), (other.workspace.facts, 128 * 3)}

@@ -157,8 +157,10 @@ def test_reserve_of_one_layer_compiles_its_variants() -> None:
     assert made.layer.workspace is not None
     assert cuda_moe._launch.cache_info().currsize == 0
     made.layer.workspace.reserve(top_k=4)
-    planned = len(cuda_moe.planner.variants(made.layer.workspace.facts, architecture(made.layer.device)))
-    assert cuda_moe._launch.cache_info().currsize == planned > 0
+    planned = cuda_moe.planner.possible_variants(
+        made.layer.workspace.facts, 256 * 4, architecture(made.layer.device)
+    )
+    assert cuda_moe._launch.cache_info().currsize == len(planned) > 0
 
 
 def test_reset_clears_and_moves_nothing() -> None:

@@ -1,5 +1,6 @@
 """Cache before compiler, one compile per spec, and none where it is forbidden."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from marlin_moe.kernels.errors import JitError
+from marlin_moe.kernels.errors import JitError, MarlinMoEWarning
 from marlin_moe.kernels.jit import build as build_module
+from marlin_moe.kernels.jit import cache as cache_module
 from marlin_moe.kernels.jit.build import compile_all, obtain_cubin
 from marlin_moe.kernels.jit.compile import CompiledKernel, compile_cubin
 from marlin_moe.kernels.jit.source import CUDA_FOLDER, KernelSource
@@ -76,13 +78,16 @@ def test_a_damaged_entry_is_compiled_again(
 
 
 def test_forbid_runs_what_is_there_and_says_what_to_build(
-    root: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[BuildSpec]
+    root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[BuildSpec]
 ) -> None:
     spec = tiny_spec(root, arch="sm_90a", label="tiny, factor 3")
     monkeypatch.setenv("MARLIN_MOE_JIT", "forbid")
     message = r"tiny, factor 3: .*sm_90a.*forbid.*marlin-moe kernels build PATH --arch sm_90a"
-    with pytest.raises(JitError, match=message):
+    with pytest.raises(JitError, match=message) as caught:
         obtain_cubin(spec)
+    text = str(caught.value)
+    assert f"in {cache}/cubin/v1 under {spec.key()}" in text
+    assert all(flag in text for flag in ("--tp", "--ep", "--dtype", "--max-tokens", "--top-k", "NVRTC 13."))
     assert compiled == []
     (report,) = compile_all([spec])
     assert not report.cached
@@ -135,6 +140,76 @@ def test_compile_all_lists_every_failure_and_keeps_the_rest(root: Path, compiled
     with pytest.raises(JitError, match=r"(?s)2 of 3 kernels did not compile:.*bad sm_80.*bad sm_90a"):
         compile_all([bad[0], good, bad[1]])
     assert compile_all([good])[0].cached
+
+
+def relative(cache: Path) -> str:
+    return "cache"
+
+
+def of_nobody(cache: Path) -> str:
+    return "~nosuchuser/cache"
+
+
+def writable_by_all(cache: Path) -> str:
+    cache.mkdir()
+    cache.chmod(0o777)
+    return str(cache)
+
+
+@pytest.mark.parametrize("place", [relative, of_nobody, writable_by_all])
+@pytest.mark.parametrize("must_store", [False, True])
+def test_a_cache_that_is_refused_is_one_error_before_anything_is_compiled(
+    root: Path,
+    cache: Path,
+    compiled: list[BuildSpec],
+    monkeypatch: pytest.MonkeyPatch,
+    place: Callable[[Path], str],
+    must_store: bool,
+) -> None:
+    monkeypatch.setenv("MARLIN_MOE_CACHE", place(cache))
+    specs = [tiny_spec(root, constants={"FACTOR": factor}) for factor in range(3)]
+    with pytest.raises(JitError, match="MARLIN_MOE_CACHE") as caught:
+        compile_all(specs, must_store=must_store)
+    assert "did not compile" not in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    assert compiled == []
+
+
+def test_what_is_wrong_for_every_kernel_is_said_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(spec: BuildSpec) -> CompiledKernel:
+        raise JitError("NVRTC: expected success, got another answer.")
+
+    monkeypatch.setattr(build_module, "compile_cubin", fail)
+    with pytest.raises(JitError, match="2 of 2 kernels did not compile") as caught:
+        compile_all([tiny_spec(root), tiny_spec(root, arch="sm_90a")])
+    assert str(caught.value).count("NVRTC: expected success") == 1
+
+
+def test_where_cubins_must_be_stored_a_cache_that_cannot_be_made_is_an_error(
+    root: Path, cache: Path, compiled: list[BuildSpec]
+) -> None:
+    cache.write_text("a file")
+    with pytest.raises(JitError, match=rf"{cache}: expected a folder to store.*Nothing was stored"):
+        compile_all([tiny_spec(root)], must_store=True)
+    assert compiled == []
+
+
+def test_where_cubins_must_be_stored_a_failed_write_is_an_error(
+    root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    compile_all([tiny_spec(root)], must_store=True)
+    monkeypatch.setattr(os, "fsync", full)
+    others = [tiny_spec(root, arch="sm_90a"), tiny_spec(root, arch="sm_89")]
+    for specs, stored in ((others, "nothing"), ([tiny_spec(root), *others], "1")):
+        monkeypatch.setattr(cache_module, "_unusable", set())
+        with (
+            pytest.warns(MarlinMoEWarning, match="No space left"),
+            pytest.raises(JitError, match=rf"{cache}/cubin/v1: .*got {stored} stored: .*No space left"),
+        ):
+            compile_all(specs, must_store=True)
 
 
 def test_threads_that_want_the_same_compile_it_once(root: Path, compiled: list[BuildSpec]) -> None:
@@ -209,6 +284,32 @@ def test_two_processes_that_compile_the_same_at_once(root: Path, cache: Path, tm
     assert [cached for cached, _ in outputs] == ["False", "False"], "they did not compile at the same time"
     assert outputs[0] == outputs[1]
     assert len(list((cache / "cubin" / "v1").iterdir())) == 1
+
+
+COMPILE_TINY = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import torch
+from marlin_moe.kernels.jit.build import compile_all
+from tiny_kernel import tiny_spec
+torch.zeros(1, device="cuda")
+(report,) = compile_all([tiny_spec(Path(sys.argv[2]))])
+print(report.cached, report.registers > 0)
+"""
+
+
+@pytest.mark.gpu
+def test_processes_with_caches_of_their_own_both_compile(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is a driver NVRTC can keep what it compiled, and a hit there writes no log."""
+    monkeypatch.setenv("CUDA_CACHE_PATH", str(tmp_path / "driver"))
+    for name in ("one", "two"):
+        monkeypatch.setenv("MARLIN_MOE_CACHE", str(tmp_path / name))
+        result = run_python("-c", COMPILE_TINY, str(ROOT / "tests" / "support"), str(root))
+        assert (result.returncode, result.stdout.split()) == (0, ["False", "True"]), result.stderr
+        assert len(list((tmp_path / name / "cubin" / "v1").iterdir())) == 1
 
 
 def test_nothing_is_written_beside_the_sources_or_into_the_package(root: Path) -> None:

@@ -1,10 +1,15 @@
 """Entries are whole or absent, and the folder is the user's alone."""
 
+import contextlib
 import errno
 import json
 import os
+import socket
 import stat
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +22,14 @@ from hypothesis import strategies as st
 from marlin_moe.kernels.errors import JitError, MarlinMoEWarning
 from marlin_moe.kernels.jit import cache as cache_module
 from marlin_moe.kernels.jit import folder as folder_module
-from marlin_moe.kernels.jit.cache import cache_root, decode_entry, encode_entry, read_entry, write_entry
+from marlin_moe.kernels.jit.cache import (
+    cache_root,
+    check_cache,
+    decode_entry,
+    encode_entry,
+    read_entry,
+    write_entry,
+)
 from marlin_moe.kernels.jit.compile import CompiledKernel
 from marlin_moe.kernels.jit.ptxas import FunctionUsage
 
@@ -161,7 +173,7 @@ def test_a_cache_that_cannot_be_made_is_a_warning_once(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MARLIN_MOE_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.warns(MarlinMoEWarning, match=r"file/cache: expected a folder.*set MARLIN_MOE_CACHE"):
+    with pytest.warns(MarlinMoEWarning, match=r"file/cache: expected to keep.*set MARLIN_MOE_CACHE"):
         write_entry(COMPILED)
     write_entry(COMPILED)  # a second warning would be an error
     assert read_entry(KEY) is None
@@ -229,3 +241,113 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MARLIN_MOE_CACHE", "own")
     with pytest.raises(JitError, match="MARLIN_MOE_CACHE: expected an absolute path, got 'own'"):
         cache_root()
+    monkeypatch.setenv("MARLIN_MOE_CACHE", "~nosuchuser/own")
+    with pytest.raises(JitError, match=r"MARLIN_MOE_CACHE: .*got '~nosuchuser/own', and no home is known"):
+        cache_root()
+
+
+def test_without_a_home_nothing_is_put_into_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MARLIN_MOE_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user whom the system has not
+    with pytest.raises(JitError, match=r"'~/\.cache', and no home is known.*Set MARLIN_MOE_CACHE"):
+        cache_root()
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(path.parent):  # its paths are short
+        server.bind(path.name)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, make_socket], ids=["fifo", "folder", "socket"])
+def test_what_is_no_file_is_a_miss_and_is_replaced(root: Path, make: Callable[[Path], None]) -> None:
+    """Read in a process of its own, which can be ended if it waits for a writer of the FIFO."""
+    write_entry(COMPILED)
+    entry_path(root).unlink()
+    make(entry_path(root))
+    script = "import sys; from marlin_moe.kernels.jit.cache import read_entry; print(read_entry(sys.argv[1]))"
+    read = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script, KEY],
+        env=os.environ | {"PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (read.stdout, read.stderr) == ("None\n", "")
+    assert write_entry(COMPILED) is None
+    assert read_entry(KEY) == COMPILED
+    assert os.listdir(root / "cubin" / "v1") == [KEY]
+
+
+def test_a_folder_with_files_in_an_entrys_place_stays_and_is_named(root: Path) -> None:
+    write_entry(COMPILED)
+    entry_path(root).unlink()
+    entry_path(root).mkdir()
+    (entry_path(root) / "file").touch()
+    assert read_entry(KEY) is None
+    with pytest.warns(MarlinMoEWarning, match=f"a folder with files lies where a kernel belongs: '{KEY}'"):
+        reason = write_entry(COMPILED)
+    assert reason is not None
+    assert os.listdir(root / "cubin" / "v1") == [KEY]
+
+
+def test_checking_makes_no_folder_unless_it_is_to_and_says_what_cannot_be(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_cache()
+    assert not root.exists()
+    check_cache(create=True)
+    assert stat.S_IMODE((root / "cubin" / "v1").stat().st_mode) == 0o700
+    root.chmod(0o777)
+    with pytest.raises(JitError, match="mode 0777"):
+        check_cache()
+    (root.parent / "file").touch()
+    monkeypatch.setenv("MARLIN_MOE_CACHE", str(root.parent / "file"))
+    with pytest.raises(JitError, match=r"/file: expected a folder to store.*Nothing was stored"):
+        check_cache(create=True)
+    with pytest.warns(MarlinMoEWarning, match=r"/file: expected to keep compiled kernels there"):
+        check_cache()
+
+
+GONE = 2**22 + 1  # more than Linux ever gives
+
+
+@pytest.mark.parametrize(
+    ("pid", "age_s", "stays"),
+    [
+        (GONE, 3500, True),
+        (GONE, 3700, False),
+        (9_999_999_999, 3700, False),
+        (os.getpid(), 3700, True),
+        (os.getpid(), 86_000, True),
+        (os.getpid(), 87_000, False),
+    ],
+    ids=["gone", "gone, an hour", "no number of a process", "running", "running, hours", "running, a day"],
+)
+def test_what_killed_compilers_left_is_removed_when_an_entry_is_written(
+    root: Path, pid: int, age_s: int, stays: bool
+) -> None:
+    write_entry(COMPILED)
+    folder = root / "cubin" / "v1"
+    left, foreign = folder / f".{OTHER_KEY}-{pid}-{'0f' * 8}", folder / f"{OTHER_KEY}-{pid}-{'0f' * 8}"
+    for path in (left, foreign, entry_path(root)):
+        path.touch()
+        os.utime(path, (time.time() - age_s,) * 2)
+    write_entry(replace(COMPILED, key="ef" * 32))
+    assert left.exists() == stays
+    assert foreign.exists()
+    assert entry_path(root).exists()
+
+
+def test_a_process_of_another_user_is_running(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "kill", refuse)
+    write_entry(COMPILED)
+    left = root / "cubin" / "v1" / f".{OTHER_KEY}-{GONE}-{'0f' * 8}"
+    left.touch()
+    os.utime(left, (time.time() - 3700,) * 2)
+    write_entry(COMPILED)
+    assert left.exists()
