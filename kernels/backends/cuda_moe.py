@@ -97,17 +97,17 @@ def fixed_numbers(arguments: MoEArguments, variant: KernelVariant, *, rows: int)
         facts.padded_intermediate_size,
         KINDS.index(arguments.activation.kind),
         planner.split_capacity(planner.BLOCKS_PER_SM * sm_count(arguments.x.device)),
-        _most_parts(facts, variant, rows),
+        _most_parts(facts, variant, rows, architecture(arguments.x.device)),
         arguments.routed_scaling_factor,
         *activation_numbers(arguments.activation),
         flags,
     )
 
 
-def _most_parts(facts: LayerFacts, variant: KernelVariant, rows: int) -> int:
+def _most_parts(facts: LayerFacts, variant: KernelVariant, rows: int, arch: str) -> int:
     """Into how many parts of K the slots' sums may be cut."""
     if variant.kernel == "decode":
-        return planner.most_slot_parts(facts, rows=rows)
+        return planner.most_slot_parts(facts, rows=rows, arch=arch)
     return planner.FP32_ROWS // rows if rows <= planner.FP32_ROWS else 1
 
 
