@@ -39,10 +39,10 @@ def run(arguments: MoEArguments, out: torch.Tensor, lease: Lease) -> None:
     """Write the layer's output for x [M, H] into out [M, H] on the current stream, in chunks of the lease."""
     x, weights, ids = (
         with_vector_rows(arguments.x),
-        arguments.topk_weights.contiguous(),
-        arguments.topk_ids.contiguous(),
+        as_it_lies(arguments.topk_weights),
+        as_it_lies(arguments.topk_ids),
     )
-    expert_map = None if arguments.expert_map is None else arguments.expert_map.contiguous()
+    expert_map = None if arguments.expert_map is None else as_it_lies(arguments.expert_map)
     facts = arguments.workspace().facts
     tokens, top_k = ids.shape
     chunk = lease.plan.rows // top_k
@@ -112,10 +112,16 @@ def _most_parts(facts: LayerFacts, variant: KernelVariant, rows: int, arch: str)
 
 
 def with_vector_rows(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it where its rows cannot be read in vectors of 16 bytes."""
+    """x, or a copy of it where its rows cannot be read in vectors of 16 bytes or are negated lazily."""
+    x = x.resolve_neg()
     row_bytes = x.stride(0) * x.element_size()
     fits = x.stride(1) == 1 and row_bytes % VECTOR_BYTES == 0 and x.data_ptr() % VECTOR_BYTES == 0
     return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy whose values are its bytes in order: contiguous, and not negated lazily."""
+    return tensor.resolve_neg().contiguous()
 
 
 def prepared(variant: KernelVariant, num_experts: int, slots: int, device: torch.device) -> PreparedLaunch:
