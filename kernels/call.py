@@ -12,9 +12,9 @@ from .backends.cuda_arguments import PARAMETERS
 from .backends.cuda_moe import (
     VECTOR_BYTES,
     fixed_numbers,
+    has_vector_rows,
     matrices_of,
     prepared,
-    with_vector_rows,
 )
 from .device import architecture
 from .jit.launch import PreparedLaunch
@@ -93,7 +93,7 @@ class ReadyCall:
             for tensor in (ids, weights, arguments.expert_map)
         )
         bound = workspace.bound("cuda", top_k=ids.shape[1])
-        if not plain or ids.numel() > bound.plan.rows or with_vector_rows(x) is not x:
+        if not plain or ids.numel() > bound.plan.rows or not has_vector_rows(x):
             return
         variant = choose_variant(workspace.facts, rows=ids.numel(), arch=architecture(x.device))
         if len(workspace.calls) >= MOST_CALLS:

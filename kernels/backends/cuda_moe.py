@@ -111,12 +111,16 @@ def _most_parts(facts: LayerFacts, variant: KernelVariant, rows: int, arch: str)
     return planner.FP32_ROWS // rows if rows <= planner.FP32_ROWS else 1
 
 
-def with_vector_rows(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it where its rows cannot be read in vectors of 16 bytes or are negated lazily."""
-    x = x.resolve_neg()
+def has_vector_rows(x: torch.Tensor) -> bool:
+    """Whether x's rows can be read as they lie, in vectors of 16 bytes."""
     row_bytes = x.stride(0) * x.element_size()
-    fits = x.stride(1) == 1 and row_bytes % VECTOR_BYTES == 0 and x.data_ptr() % VECTOR_BYTES == 0
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
+    aligned = row_bytes % VECTOR_BYTES == 0 and x.data_ptr() % VECTOR_BYTES == 0
+    return x.stride(1) == 1 and aligned and not x.is_neg()
+
+
+def with_vector_rows(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it where its rows cannot be read so."""
+    return x if has_vector_rows(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
