@@ -9,13 +9,15 @@ import torch
 from .activation import Activation
 from .checks import check_type
 from .errors import OpError
+from .flat import TENSORS
 from .layer import MarlinMoELayer
-from .overlap import share_memory
+from .overlap import first_overlap
 from .plan.problem import MoEProblem
 from .workspace import Workspace
 
 X_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ID_DTYPES = (torch.int32, torch.int64)
+LAYER_TENSORS = tuple(f"layer.{matrix}.{name}" for matrix in ("w13", "w2") for name in TENSORS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -160,20 +162,22 @@ class MoEArguments:
                 "out: expected a tensor whose bytes are its values, because kernels write those, got a view "
                 "that is negated lazily. Give another tensor, or leave out=None."
             )
-        for name, tensor in self._tensors_read():
-            if share_memory(out, tensor):
-                raise OpError(
-                    f"out: expected memory of its own, because rows are written while {name} is still read, "
-                    f"got memory that overlaps {name}. Give another tensor, or leave out=None."
-                )
+        name = first_overlap(out, self._tensors_read())
+        if name is not None:
+            raise OpError(
+                f"out: expected memory of its own, because rows are written while {name} is still read, "
+                f"got memory that overlaps {name}. Give another tensor, or leave out=None."
+            )
 
-    def _tensors_read(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors_read(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """(name, tensor) of all that a call must leave as it is."""
-        for name in ("x", "topk_weights", "topk_ids", "expert_map"):
-            if (tensor := getattr(self, name)) is not None:
-                yield name, tensor
-        for name, tensor in self.layer.tensors():
-            yield f"layer.{name}", tensor
+        yield "x", self.x
+        yield "topk_weights", self.topk_weights
+        yield "topk_ids", self.topk_ids
+        yield "expert_map", self.expert_map
+        yield from zip(LAYER_TENSORS, self.layer.flat.tensors, strict=True)
+        yield "layer.expert_map", self.layer.expert_map
+        yield "layer.intermediate_order", self.layer.intermediate_order
 
     def _check_place(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.device != self.layer.device:
