@@ -13,6 +13,7 @@ ahead              compiling before the first call asks for it
 workspace          a layer's handle on its scratch: Workspace, reserve
 flat               a layer as tensors and ints, which is what crosses into a registered op
 layer              MarlinMoELayer, the op's input
+overlap            whether tensors lie in the same bytes
 arguments          the arguments of one call, checked against the layer and each other
 backends           what runs a checked call; `reference` defines what is correct
 call               a checked call on its backend, and CUDA calls that are repeated

@@ -1,18 +1,23 @@
 """`MoEArguments`: the arguments of one call, checked against the layer and each other."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from .activation import Activation
+from .checks import check_type
 from .errors import OpError
+from .flat import TENSORS
 from .layer import MarlinMoELayer
+from .overlap import first_overlap
 from .plan.problem import MoEProblem
 from .workspace import Workspace
 
 X_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ID_DTYPES = (torch.int32, torch.int64)
+LAYER_TENSORS = tuple(f"layer.{matrix}.{name}" for matrix in ("w13", "w2") for name in TENSORS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,7 +42,16 @@ class MoEArguments:
     out: torch.Tensor | None
 
     def __post_init__(self) -> None:
-        self._check_types()
+        check_types(
+            x=self.x,
+            layer=self.layer,
+            topk_weights=self.topk_weights,
+            topk_ids=self.topk_ids,
+            expert_map=self.expert_map,
+            out=self.out,
+            apply_router_weight_on_input=self.apply_router_weight_on_input,
+            routed_scaling_factor=self.routed_scaling_factor,
+        )
         self.workspace()
         self._check_x()
         self._check_routing()
@@ -69,18 +83,6 @@ class MoEArguments:
             apply_router_weight_on_input=self.apply_router_weight_on_input,
             expert_map=self.expert_map is not None,
         )
-
-    def _check_types(self) -> None:
-        _check_type("layer", self.layer, MarlinMoELayer)
-        for name in ("x", "topk_weights", "topk_ids"):
-            _check_type(name, getattr(self, name), torch.Tensor)
-        for name in ("expert_map", "out"):
-            if getattr(self, name) is not None:
-                _check_type(name, getattr(self, name), torch.Tensor)
-        _check_type("apply_router_weight_on_input", self.apply_router_weight_on_input, bool)
-        if isinstance(self.routed_scaling_factor, bool):
-            raise TypeError("routed_scaling_factor: expected a number, got bool.")
-        _check_type("routed_scaling_factor", self.routed_scaling_factor, (int, float))
 
     def _check_x(self) -> None:
         size = self.layer.hidden_size
@@ -155,12 +157,27 @@ class MoEArguments:
                 f"out: expected contiguous rows (stride 1 along H, at least H={width} between rows), "
                 f"got strides {out.stride()}. Give a contiguous tensor, or leave out=None."
             )
-        for name in ("x", "topk_weights", "topk_ids"):
-            if _share_memory(out, getattr(self, name)):
-                raise OpError(
-                    f"out: expected memory of its own, because rows are written while {name} is still read, "
-                    f"got memory that overlaps {name}. Give another tensor, or leave out=None."
-                )
+        if out.is_neg():
+            raise OpError(
+                "out: expected a tensor whose bytes are its values, because kernels write those, got a view "
+                "that is negated lazily. Give another tensor, or leave out=None."
+            )
+        name = first_overlap(out, self._tensors_read())
+        if name is not None:
+            raise OpError(
+                f"out: expected memory of its own, because rows are written while {name} is still read, "
+                f"got memory that overlaps {name}. Give another tensor, or leave out=None."
+            )
+
+    def _tensors_read(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """(name, tensor) of all that a call must leave as it is."""
+        yield "x", self.x
+        yield "topk_weights", self.topk_weights
+        yield "topk_ids", self.topk_ids
+        yield "expert_map", self.expert_map
+        yield from zip(LAYER_TENSORS, self.layer.flat.tensors, strict=True)
+        yield "layer.expert_map", self.layer.expert_map
+        yield "layer.intermediate_order", self.layer.intermediate_order
 
     def _check_place(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.device != self.layer.device:
@@ -172,10 +189,26 @@ class MoEArguments:
             raise OpError(f"{name}: expected a dense tensor, got {tensor.layout}. Give tensor.to_dense().")
 
 
-def _check_type(name: str, value: object, wanted: type | tuple[type, ...]) -> None:
-    if not isinstance(value, wanted):
-        names = " or ".join(kind.__name__ for kind in (wanted if isinstance(wanted, tuple) else (wanted,)))
-        raise TypeError(f"{name}: expected {names}, got {type(value).__name__}.")
+def check_types(
+    *,
+    x: object,
+    layer: object,
+    topk_weights: object,
+    topk_ids: object,
+    expert_map: object,
+    out: object,
+    apply_router_weight_on_input: object,
+    routed_scaling_factor: object,
+) -> None:
+    """Raise TypeError for the first of the op's arguments that is of a wrong Python type."""
+    check_type("layer", layer, MarlinMoELayer)
+    check_type("x", x, torch.Tensor)
+    check_type("topk_weights", topk_weights, torch.Tensor)
+    check_type("topk_ids", topk_ids, torch.Tensor)
+    check_type("expert_map", expert_map, torch.Tensor, optional=True)
+    check_type("out", out, torch.Tensor, optional=True)
+    check_type("apply_router_weight_on_input", apply_router_weight_on_input, bool)
+    check_type("routed_scaling_factor", routed_scaling_factor, int, float)
 
 
 def _check_values(name: str, values: torch.Tensor, count: int, why: str) -> None:
@@ -193,29 +226,6 @@ def _check_values(name: str, values: torch.Tensor, count: int, why: str) -> None
         f"{name}: expected -1 (adds nothing) or 0 .. {count - 1}, because {why}, "
         f"got {values[tuple(place)].item()} at {place}."
     )
-
-
-def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether elements of two matrices may lie in the same bytes; exact where their row strides agree."""
-    if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
-        return False
-    (a_start, a_width, a_end), (b_start, b_width, b_end) = _span(a), _span(b)
-    if a_end <= b_start or b_end <= a_start:
-        return False
-    row = a.stride(0) * a.element_size()
-    if row != b.stride(0) * b.element_size() or row == 0:
-        return True
-    offset = (b_start - a_start) % row
-    side_by_side = offset >= a_width and offset + b_width <= row
-    return not side_by_side
-
-
-def _span(matrix: torch.Tensor) -> tuple[int, int, int]:
-    """(address of the first byte, bytes that a row spans, address after the last byte)."""
-    rows, columns = matrix.shape
-    size = matrix.element_size()
-    width = ((columns - 1) * matrix.stride(1) + 1) * size
-    return matrix.data_ptr(), width, matrix.data_ptr() + (rows - 1) * matrix.stride(0) * size + width
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -5,12 +5,20 @@ from typing import Any
 
 import torch
 
+from .activation import Activation
 from .arguments import MoEArguments
 from .backends.choose import BACKENDS, choose_backend
 from .backends.cuda_arguments import PARAMETERS
-from .backends.cuda_moe import VECTOR_BYTES, fixed_numbers, matrices_of, prepared, with_vector_rows
+from .backends.cuda_moe import (
+    VECTOR_BYTES,
+    fixed_numbers,
+    has_vector_rows,
+    matrices_of,
+    prepared,
+)
 from .device import architecture
 from .jit.launch import PreparedLaunch
+from .matrix import MarlinMatrix
 from .plan.cuda_moe import choose_variant
 from .scratch import Lease
 from .workspace import Workspace
@@ -31,17 +39,28 @@ def run_checked(arguments: MoEArguments, out: torch.Tensor, backend: str | None)
     return chosen
 
 
-def call_key(
+def remembered(
+    calls: "dict[Any, ReadyCall]",
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
-    options: tuple[Any, ...],
-) -> tuple[Any, ...]:
-    """What decides whether a call on CUDA is right and how it runs, but for addresses and gradients."""
+    options: tuple[str | Activation, bool, float, str | None],
+    matrices: tuple[MarlinMatrix, MarlinMatrix],
+) -> "tuple[tuple[Any, ...] | None, ReadyCall | None]":
+    """(key, call made ready under it): None where there is none.
+
+    The key is what decides whether a call on CUDA is right and how it runs, but for addresses and gradients:
+    types too, since 1 == True == 1.0. Arguments that have no key are none that the op takes, and the checks
+    of `MoEArguments` say which.
+    """
     tensors = (x, topk_weights, topk_ids) if expert_map is None else (x, topk_weights, topk_ids, expert_map)
-    facts = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]
-    return (*facts, options)
+    try:
+        facts = [(t.shape, t.stride(), t.dtype, t.device, t.is_neg()) for t in tensors]
+        key = (*facts, options, type(options[1]), type(options[2]), matrices)
+        return key, calls.get(key)
+    except (AttributeError, TypeError, RuntimeError):  # no tensor; no hash; a layout without strides
+        return None, None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +89,11 @@ class ReadyCall:
         if not ids.numel() or torch.cuda.is_current_stream_capturing():
             return
         plain = all(
-            tensor is None or tensor.is_contiguous() for tensor in (ids, weights, arguments.expert_map)
+            tensor is None or (tensor.is_contiguous() and not tensor.is_neg())
+            for tensor in (ids, weights, arguments.expert_map)
         )
         bound = workspace.bound("cuda", top_k=ids.shape[1])
-        if not plain or ids.numel() > bound.plan.rows or with_vector_rows(x) is not x:
+        if not plain or ids.numel() > bound.plan.rows or not has_vector_rows(x):
             return
         variant = choose_variant(workspace.facts, rows=ids.numel(), arch=architecture(x.device))
         if len(workspace.calls) >= MOST_CALLS:

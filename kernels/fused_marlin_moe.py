@@ -4,7 +4,7 @@ import torch
 
 from .activation import Activation
 from .arguments import MoEArguments
-from .call import ReadyCall, call_key, run_checked
+from .call import ReadyCall, remembered, run_checked
 from .layer import MarlinMoELayer
 from .registration import is_traced, through_dispatcher
 
@@ -37,7 +37,7 @@ def fused_marlin_moe(
         routed_scaling_factor: multiplies the result.
         expert_map: int32 [global experts] -> local index or -1; the layer's own by default.
         out: where to write, and what is returned; a new tensor by default. Of x's dtype, shape and device,
-            rows contiguous (with any gap between rows), in memory that no input shares.
+            rows contiguous (with any gap between rows), in memory that neither an input nor the layer shares.
         backend: "cuda", "reference", or None for the first of them that accepts the call.
 
     Returns:
@@ -49,17 +49,16 @@ def fused_marlin_moe(
         BackendError: the backend asked for does not run this call; the text lists every backend's reason.
         WorkspaceError: no memory for the workspace, or it is smaller than one token's slots.
     """
+    options = (activation, apply_router_weight_on_input, routed_scaling_factor, backend)
     if torch.compiler.is_compiling() or is_traced(x, layer):
-        options = (activation, apply_router_weight_on_input, routed_scaling_factor, backend)
         return through_dispatcher(x, layer, topk_weights, topk_ids, expert_map, out, options)
     if expert_map is None and isinstance(layer, MarlinMoELayer):
         expert_map = layer.expert_map
     key = None
     workspace = layer.workspace if isinstance(layer, MarlinMoELayer) and layer.device.type == "cuda" else None
     if workspace is not None and out is None and isinstance(x, torch.Tensor):
-        options = (activation, apply_router_weight_on_input, routed_scaling_factor, backend)
-        key = call_key(x, topk_weights, topk_ids, expert_map, (*options, layer.w13, layer.w2))
-        ready: ReadyCall | None = workspace.calls.get(key)
+        matrices = (layer.w13, layer.w2)
+        key, ready = remembered(workspace.calls, x, topk_weights, topk_ids, expert_map, options, matrices)
         if ready is not None and ready.fits(x, topk_weights):
             return ready.run(x, topk_weights, topk_ids, expert_map, workspace)
     arguments = MoEArguments(

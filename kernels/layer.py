@@ -1,7 +1,7 @@
 """`MarlinMoELayer`, what the op runs: two Marlin matrices, facts, and a persistent workspace."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -324,6 +324,10 @@ class MarlinMoELayer:
             tensor.copy_(theirs[name])
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is made as any other layer: it is checked, and the registered op finds it."""
+        return _layer_of, ({part.name: getattr(self, part.name) for part in fields(self) if part.init},)
+
     def _check_types(self) -> None:
         for name, kind in (
             ("w13", MarlinMatrix),
@@ -389,6 +393,10 @@ class MarlinMoELayer:
             tensor = getattr(self, name)
             if tensor is not None and (tensor.dtype != torch.int32 or tuple(tensor.shape) != shape):
                 yield f"{name}: expected int32 {shape}, got {tensor.dtype} {tuple(tensor.shape)}."
+
+
+def _layer_of(parts: dict[str, Any]) -> MarlinMoELayer:
+    return MarlinMoELayer(**parts)
 
 
 def _fact(tensor: torch.Tensor | None) -> str:

@@ -139,6 +139,12 @@ class MarlinMatrix:
 
     def _problems(self) -> Iterator[str]:
         words, bits = self.qweight, self.format.bits
+        for name, tensor in self.tensors():
+            if tensor.is_neg():
+                yield (
+                    f"{name}: expected a tensor whose bytes are its values, got a view that is negated "
+                    f"lazily. Give {name}.resolve_neg()."
+                )
         if words.dtype != torch.int32 or words.dim() != 3 or words.shape[2] * 2 % bits:
             yield f"qweight: expected int32 [E, K/16, N*{bits}/2], got {words.dtype} {tuple(words.shape)}."
             return

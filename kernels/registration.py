@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from .activation import PARAMETERS, Activation
-from .arguments import MoEArguments
+from .arguments import MoEArguments, check_types
 from .call import run_checked
+from .checks import check_type
 from .flat import unflatten
 from .layer import MarlinMoELayer
 
@@ -86,6 +87,18 @@ def through_dispatcher(
 ) -> torch.Tensor:
     """The call as one node of a graph: only the layer's own tensors and ints cross."""
     activation, on_input, scaling, backend = options
+    check_types(
+        x=x,
+        layer=layer,
+        topk_weights=topk_weights,
+        topk_ids=topk_ids,
+        expert_map=expert_map,
+        out=out,
+        apply_router_weight_on_input=on_input,
+        routed_scaling_factor=scaling,
+    )
+    check_type("activation", activation, str, Activation)
+    check_type("backend", backend, str, optional=True)
     if isinstance(activation, str):
         kind, parameters = activation, [0.0, 0.0, 0.0, 0.0]
     else:

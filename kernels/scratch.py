@@ -67,6 +67,19 @@ class Scratch:
         """Bytes from the pool of the graph that is being captured."""
         return cls(key, _empty(key, nbytes))
 
+    def clear(self) -> None:
+        """Zeros, once all that runs on the device has ended, and before another call starts."""
+        with self.lock:
+            _wait_for(self.key.device)
+            self.bytes.zero_()
+            _wait_for(self.key.device)
+
+
+def _wait_for(device: torch.device) -> None:
+    """Wait for every stream of a device; on a CPU nothing runs on."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
 
 def _empty(key: StreamKey, nbytes: int) -> torch.Tensor:
     try:

@@ -86,8 +86,7 @@ class Workspace:
     @property
     def nbytes(self) -> int:
         """Bytes of all scratch that this layer uses, shared with others; 0 before the first call."""
-        scratches = {id(lease.scratch): lease.scratch for lease in self._leases.values()}
-        return sum(scratch.bytes.nbytes for scratch in scratches.values())
+        return sum(scratch.bytes.nbytes for scratch in self._scratches())
 
     @property
     def scratch(self) -> torch.Tensor | None:
@@ -120,10 +119,27 @@ class Workspace:
         return lease.scratch.bytes.nbytes
 
     def reset(self) -> None:
-        """Clear every stream's scratch after a launch that failed. Running calls end first; nothing moves."""
-        for lease in list(self._leases.values()):
-            with lease.scratch.lock:
-                lease.scratch.bytes.zero_()
+        """Clear every stream's scratch after a launch that failed. Running calls end first; nothing moves.
+
+        It waits for all streams of the device, before and after, and calls of other threads wait for it.
+
+        Raises:
+            WorkspaceError: inside a capture, where nothing may wait; the device's work does not end well.
+        """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise WorkspaceError(
+                f"workspace.reset: expected no capture, because it waits for all that runs on {self.device}, "
+                "got a stream that is being captured. Reset before or after; captured calls have scratch of "
+                "their graph."
+            )
+        try:
+            for scratch in self._scratches():
+                scratch.clear()
+        except RuntimeError as error:
+            raise WorkspaceError(
+                f"workspace.reset: expected {self.device} to end its work, got: {error}. Where another "
+                "thread captures, reset after it; after a fault of the device only a new process helps."
+            ) from error
 
     @contextmanager
     def lease(self, *, top_k: int, backend: str = "reference", rows: int | None = None) -> Iterator[Lease]:
@@ -147,6 +163,11 @@ class Workspace:
         """Buffers from the pool of the graph that is being captured."""
         plan = plan_workspace(backend, self.facts, self.device, rows=rows)
         return Lease.lay_over(Scratch.of_graph(StreamKey.current(self.device), plan.nbytes), plan)
+
+    def _scratches(self) -> list[Scratch]:
+        """The scratch of all streams and backends, each once."""
+        with registry.lock:
+            return list({id(lease.scratch): lease.scratch for lease in self._leases.values()}.values())
 
     def _current(self, backend: str | None = None) -> Lease | None:
         return self._leases.get((backend or self.backend, current_stream(self.device)))

@@ -16,8 +16,8 @@ from .states import ExpertFacts, MatrixFacts
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
 """Of scales that the CUDA backend computes with."""
 
-PLANNED_SMS = 132
-"""Multiprocessors of the device that scratch is planned for, an H100 or H200; others differ a little."""
+PLANNED_SMS, PLANNED_ARCH = 132, "sm_90a"
+"""The device that scratch is planned for, an H100 or H200; others differ a little."""
 
 
 def rank_facts(facts: ExpertFacts, *, tp: Shard, ep: Shard, dtype: torch.dtype | None = None) -> LayerFacts:
@@ -68,9 +68,9 @@ def workspace_bytes(facts: ExpertFacts, *, tp: int, ep: int, rows: int) -> dict[
 
 
 def cuda_bytes(facts: LayerFacts, *, rows: int) -> int:
-    """Bytes of the CUDA backend's scratch for `rows` rows, on a device of 132 multiprocessors."""
+    """Bytes of the CUDA backend's scratch for `rows` rows, on an H100 or H200."""
     blocks = cuda_moe.BLOCKS_PER_SM * PLANNED_SMS
-    return cuda_moe.plan_workspace(facts, rows=rows, blocks=blocks).nbytes
+    return cuda_moe.plan_workspace(facts, rows=rows, blocks=blocks, arch=PLANNED_ARCH).nbytes
 
 
 def _matrix(

@@ -1,7 +1,9 @@
 """`Stage`: a function from state to state that declares which fields it reads, writes and drops."""
 
+import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from .states import Context, State
 
@@ -40,6 +42,29 @@ class Stage:
     def __call__(self, state: State, context: Context) -> State:
         """The next state."""
         return self.function(state, context)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A stage that stands in a module is pickled by its name there, as functions are."""
+        place = f"{self.function.__module__}:{self.function.__qualname__}"
+        if _found(place) is self:
+            return pkgutil.resolve_name, (place,)
+        return _made, ({field.name: getattr(self, field.name) for field in fields(self)},)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Stage":
+        """Itself: nothing in it changes."""
+        return self
+
+
+def _found(place: str) -> Any:
+    """What has the name `module:name`; None where nothing has, as for functions inside functions."""
+    try:
+        return pkgutil.resolve_name(place)
+    except (ImportError, AttributeError, ValueError):
+        return None
+
+
+def _made(parts: dict[str, Any]) -> Stage:
+    return Stage(**parts)
 
 
 def stage(

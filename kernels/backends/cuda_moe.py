@@ -39,10 +39,10 @@ def run(arguments: MoEArguments, out: torch.Tensor, lease: Lease) -> None:
     """Write the layer's output for x [M, H] into out [M, H] on the current stream, in chunks of the lease."""
     x, weights, ids = (
         with_vector_rows(arguments.x),
-        arguments.topk_weights.contiguous(),
-        arguments.topk_ids.contiguous(),
+        as_it_lies(arguments.topk_weights),
+        as_it_lies(arguments.topk_ids),
     )
-    expert_map = None if arguments.expert_map is None else arguments.expert_map.contiguous()
+    expert_map = None if arguments.expert_map is None else as_it_lies(arguments.expert_map)
     facts = arguments.workspace().facts
     tokens, top_k = ids.shape
     chunk = lease.plan.rows // top_k
@@ -97,25 +97,35 @@ def fixed_numbers(arguments: MoEArguments, variant: KernelVariant, *, rows: int)
         facts.padded_intermediate_size,
         KINDS.index(arguments.activation.kind),
         planner.split_capacity(planner.BLOCKS_PER_SM * sm_count(arguments.x.device)),
-        _most_parts(facts, variant, rows),
+        _most_parts(facts, variant, rows, architecture(arguments.x.device)),
         arguments.routed_scaling_factor,
         *activation_numbers(arguments.activation),
         flags,
     )
 
 
-def _most_parts(facts: LayerFacts, variant: KernelVariant, rows: int) -> int:
+def _most_parts(facts: LayerFacts, variant: KernelVariant, rows: int, arch: str) -> int:
     """Into how many parts of K the slots' sums may be cut."""
     if variant.kernel == "decode":
-        return planner.most_slot_parts(facts, rows=rows)
+        return planner.most_slot_parts(facts, rows=rows, arch=arch)
     return planner.FP32_ROWS // rows if rows <= planner.FP32_ROWS else 1
 
 
-def with_vector_rows(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it where its rows cannot be read in vectors of 16 bytes."""
+def has_vector_rows(x: torch.Tensor) -> bool:
+    """Whether x's rows can be read as they lie, in vectors of 16 bytes."""
     row_bytes = x.stride(0) * x.element_size()
-    fits = x.stride(1) == 1 and row_bytes % VECTOR_BYTES == 0 and x.data_ptr() % VECTOR_BYTES == 0
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
+    aligned = row_bytes % VECTOR_BYTES == 0 and x.data_ptr() % VECTOR_BYTES == 0
+    return x.stride(1) == 1 and aligned and not x.is_neg()
+
+
+def with_vector_rows(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it where its rows cannot be read so."""
+    return x if has_vector_rows(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy whose values are its bytes in order: contiguous, and not negated lazily."""
+    return tensor.resolve_neg().contiguous()
 
 
 def prepared(variant: KernelVariant, num_experts: int, slots: int, device: torch.device) -> PreparedLaunch:

@@ -43,9 +43,12 @@ def possible_variants(facts: LayerFacts, rows: int | None, arch: str) -> tuple[K
     return ordered[: ordered.index(choose_variant(facts, rows=rows, arch=arch)) + 1]
 
 
-def most_slot_parts(facts: LayerFacts, *, rows: int) -> int:
-    """Into how many parts of K w2_output has room for, in float32 and for `rows` rows."""
-    return max(1, _slot_bytes(facts, rows) // (4 * rows * facts.hidden_size))
+def most_slot_parts(facts: LayerFacts, *, rows: int, arch: str) -> int:
+    """How many parts of K w2_output has room for, in float32 and for `rows` rows.
+
+    The room is that of a plan for `rows` rows on the same architecture; plans for more rows have no less.
+    """
+    return max(1, _slot_bytes(facts, rows, arch) // (4 * rows * facts.hidden_size))
 
 
 def split_capacity(blocks: int) -> int:
@@ -53,10 +56,11 @@ def split_capacity(blocks: int) -> int:
     return SPLIT_ROUNDS * blocks
 
 
-def plan_workspace(facts: LayerFacts, *, rows: int, blocks: int) -> WorkspacePlan:
+def plan_workspace(facts: LayerFacts, *, rows: int, blocks: int, arch: str) -> WorkspacePlan:
     """The buffers of a layer for `rows` rows (at most 2**31 - 1 are planned) on a device.
 
-    `blocks` is the most that run at once on the device. Only activations and w2_output grow large.
+    `blocks` is the most that run at once on the device, `arch` its architecture (`sm_90a`). Only activations
+    and w2_output grow large.
 
     buffer          dtype    shape        holds
     tile_count      int32    [1]
@@ -79,7 +83,7 @@ def plan_workspace(facts: LayerFacts, *, rows: int, blocks: int) -> WorkspacePla
         split_capacity(blocks) * TOKEN_TILES[-1] * COLUMNS,
         decode.first_sums_floats(facts, rows=rows, blocks=blocks),
     )
-    slot_rows = _slot_bytes(facts, rows) // (facts.hidden_size * facts.scales_dtype.itemsize)
+    slot_rows = _slot_bytes(facts, rows, arch) // (facts.hidden_size * facts.scales_dtype.itemsize)
     return WorkspacePlan.lay_out(
         f"CUDA workspace of {facts}",
         rows=rows,
@@ -97,10 +101,10 @@ def plan_workspace(facts: LayerFacts, *, rows: int, blocks: int) -> WorkspacePla
     )
 
 
-def _slot_bytes(facts: LayerFacts, rows: int) -> int:
-    """Bytes of w2_output for `rows` rows."""
+def _slot_bytes(facts: LayerFacts, rows: int, arch: str) -> int:
+    """Bytes of w2_output for `rows` rows; no less for more rows."""
     general = max(rows, 2 * FP32_ROWS) * facts.hidden_size * facts.scales_dtype.itemsize
-    return max(general, decode.slot_sums_bytes(facts, rows=rows))
+    return max(general, decode.slot_sums_bytes(facts, rows=rows, arch=arch))
 
 
 def reason_against(problem: MoEProblem) -> str | None:

@@ -164,10 +164,10 @@ def first_sums_floats(facts: LayerFacts, *, rows: int, blocks: int) -> int:
     return max(TOKEN_TILES) * 512 * blocks + 2 * rows * facts.w13.size_n if rows else 0
 
 
-def slot_sums_bytes(facts: LayerFacts, *, rows: int) -> int:
-    """Bytes of GEMM 2's sums in the fewest parts that any tile needs."""
+def slot_sums_bytes(facts: LayerFacts, *, rows: int, arch: str) -> int:
+    """Bytes of GEMM 2's sums in the fewest parts that any tile needs on an architecture."""
     rows = min(rows, max_rows(facts))
-    parts = max((v.fewest_parts() for v in variants(facts, "sm_86")), default=0)
+    parts = max((v.fewest_parts() for v in variants(facts, arch)), default=0)
     return parts * rows * facts.hidden_size * 4
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..device import reason_against_kernels
+from ..device import architecture, reason_against_kernels
 from . import cuda_moe, reference
 from .buffers import WorkspacePlan
 from .problem import LayerFacts
@@ -14,7 +14,8 @@ def plan_workspace(backend: str, facts: LayerFacts, device: torch.device, *, row
     """The buffers that a backend needs for `rows` rows of a layer on a device."""
     if backend == "cuda":
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-        return cuda_moe.plan_workspace(facts, rows=rows, blocks=cuda_moe.BLOCKS_PER_SM * sms)
+        blocks = cuda_moe.BLOCKS_PER_SM * sms
+        return cuda_moe.plan_workspace(facts, rows=rows, blocks=blocks, arch=architecture(device))
     return reference.plan_workspace(facts, rows=rows)
 
 

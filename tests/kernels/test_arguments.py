@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from marlin_moe import MarlinMoEError, fused_marlin_moe
+from marlin_moe import MarlinMoEError, MarlinMoELayer, fused_marlin_moe
 from random_layer import random_layer
 
 
@@ -84,12 +85,14 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
     ({"layer": dense(1)}, r"layer: expected MarlinMoELayer, got Tensor"),
     ({"topk_weights": None}, r"topk_weights: expected Tensor, got NoneType"),
     ({"topk_ids": 3}, r"topk_ids: expected Tensor, got int"),
+    ({"topk_ids": [[0, 1]]}, r"topk_ids: expected Tensor, got list \[\[0, 1\]\]"),
     ({"activation": None}, r"activation: expected a name or an Activation, got NoneType"),
+    ({"activation": ["silu"]}, r"activation: expected a name or an Activation, got list"),
     ({"apply_router_weight_on_input": 1}, r"apply_router_weight_on_input: expected bool, got int"),
     ({"routed_scaling_factor": "2"}, r"routed_scaling_factor: expected int or float, got str"),
-    ({"routed_scaling_factor": True}, r"routed_scaling_factor: expected a number, got bool"),
-    ({"expert_map": [0, 1]}, r"expert_map: expected Tensor, got list"),
-    ({"out": "new"}, r"out: expected Tensor, got str"),
+    ({"routed_scaling_factor": True}, r"routed_scaling_factor: expected int or float, got bool"),
+    ({"expert_map": [0, 1]}, r"expert_map: expected Tensor or None, got list"),
+    ({"out": "new"}, r"out: expected Tensor or None, got str"),
     ({"backend": 1}, r"backend: expected a name or None, got int 1"),
 ]
 
@@ -98,6 +101,30 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
 def test_wrong_types(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         fused_marlin_moe(**arguments(**changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"), [(c, m) for c, m in WRONG_TYPES if "backend" not in c], ids=str
+)
+def test_wrong_types_where_calls_are_remembered(
+    changed: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA, where the call is looked up before it is checked."""
+    given = arguments(**changed)
+    monkeypatch.setattr(MarlinMoELayer, "device", property(lambda layer: torch.device("cuda", 0)))
+    with pytest.raises(TypeError, match=message):
+        fused_marlin_moe(**given)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [(c, m) for c, m in WRONG_TYPES if c.keys() & {"topk_ids", "routed_scaling_factor", "out", "expert_map"}],
+    ids=str,
+)
+def test_wrong_types_in_a_traced_call(changed: dict[str, Any], message: str) -> None:
+    given = arguments(**changed)
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(TypeError, match=message):
+        fused_marlin_moe(**given)
 
 
 def test_ids_are_checked_before_any_chunk_runs() -> None:
@@ -165,6 +192,74 @@ def test_out_over_the_router_weights() -> None:
     with pytest.raises(MarlinMoEError, match="memory that overlaps topk_weights"):
         fused_marlin_moe(**arguments(topk_weights=buffer[:, 127:129], out=buffer[:, :128]))
     fused_marlin_moe(**arguments(topk_weights=buffer[:, 128:], out=buffer[:, :128]))
+
+
+def test_out_over_the_expert_map() -> None:
+    buffer = torch.zeros(4, 132)
+    local = buffer.view(torch.int32)[2, 127:]
+    layer = random_layer()
+    with pytest.raises(MarlinMoEError, match="memory that overlaps expert_map"):
+        fused_marlin_moe(**arguments(layer=layer, expert_map=local, out=buffer[:, :128]))
+    local = torch.zeros(4, 133).view(torch.int32)[2, 128:]
+    beside = local._base.view(torch.float32)[:, :128]  # type: ignore[union-attr]
+    fused_marlin_moe(**arguments(layer=layer, expert_map=local, out=beside))
+
+
+def tensor_names() -> list[str]:
+    return [name for name, _ in layer_of_all_tensors().tensors()]
+
+
+def layer_of_all_tensors() -> MarlinMoELayer:
+    order = torch.arange(128, dtype=torch.int32).expand(5, 128).contiguous()
+    layer = random_layer(
+        symmetric=False,
+        dtype=torch.float32,
+        w13_sort_order=order,
+        w13_bias=torch.zeros(5, 128),
+        w2_bias=torch.zeros(5, 128),
+        expert_map=torch.arange(128, dtype=torch.int32)[:5],
+    )
+    columns = torch.arange(64, dtype=torch.int32).expand(5, 64).contiguous()
+    return dataclasses.replace(layer, intermediate_order=columns)
+
+
+@pytest.mark.parametrize("name", tensor_names())
+def test_out_over_the_layers_own_tensors(name: str) -> None:
+    layer = layer_of_all_tensors()
+    tensor = dict(layer.tensors())[name]
+    words = torch.tensor([], dtype=torch.float32).set_(tensor.untyped_storage())
+    out = words[:128].view(1, 128)
+    before = tensor.clone()
+    given = arguments(layer=layer, x=dense(1, 128), topk_weights=dense(1, 2), topk_ids=IDS[:1], out=out)
+    shown = "expert_map" if name == "expert_map" else rf"layer\.{name}"
+    with pytest.raises(MarlinMoEError, match=f"out: expected memory of its own.* that overlaps {shown}"):
+        fused_marlin_moe(**given)
+    assert torch.equal(tensor, before)
+
+
+def test_out_between_the_rows_of_the_layers_memory() -> None:
+    """Weights and results may lie in one buffer."""
+    layer = random_layer(dtype=torch.float32)
+    size = layer.w2.scales.numel()
+    buffer = torch.zeros(size + 4 * 128)
+    own = buffer[:size].view(layer.w2.scales.shape).copy_(layer.w2.scales)
+    moved = dataclasses.replace(layer, w2=dataclasses.replace(layer.w2, scales=own))
+    given = arguments(layer=moved, x=torch.randn(4, 128), topk_weights=torch.rand(4, 2))
+    out = buffer[size:].view(4, 128)
+    assert torch.equal(fused_marlin_moe(**given, out=out), fused_marlin_moe(**given | {"layer": layer}))
+    with pytest.raises(MarlinMoEError, match=r"memory that overlaps layer\.w2\.scales"):
+        fused_marlin_moe(**given, out=buffer[size - 1 : -1].view(4, 128))
+
+
+def test_lazily_negated_tensors() -> None:
+    given = arguments(x=torch.randn(4, 128), topk_weights=torch.rand(4, 2))
+    want = fused_marlin_moe(**given)
+    for name in ("x", "topk_weights"):
+        assert torch.equal(fused_marlin_moe(**given | {name: torch._neg_view(-given[name])}), want)
+    out = torch.zeros(4, 128)
+    with pytest.raises(MarlinMoEError, match=r"out: expected a tensor whose bytes are its values.*negated"):
+        fused_marlin_moe(**given, out=torch._neg_view(out))
+    assert not out.any()
 
 
 def test_a_scaling_factor_beyond_the_floats() -> None:

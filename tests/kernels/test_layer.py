@@ -102,6 +102,16 @@ def test_tensors_with_gaps_are_refused(name: str) -> None:
         MarlinMoELayer.from_marlin(**given)
 
 
+@pytest.mark.parametrize("name", ["w13_qweight", "w2_scales"])
+def test_lazily_negated_tensors_are_refused(name: str) -> None:
+    """A kernel reads their bytes, which are not their values."""
+    given = parts(random_layer())
+    given[name] = torch._neg_view(given[name])
+    part = name.split("_")[1]
+    with pytest.raises(LayerError, match=rf"{part}: .* negated lazily\. Give {part}\.resolve_neg\(\)"):
+        MarlinMoELayer.from_marlin(**given)
+
+
 def test_sizes_and_bytes() -> None:
     layer = random_layer(
         num_experts=3, hidden_size=192, padded_intermediate_size=128, intermediate_size=80, symmetric=False

@@ -52,10 +52,10 @@ def test_few_rows_take_the_decode_path_and_more_the_general_one() -> None:
 
 def test_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = facts()
-    asked = cuda_moe.plan_workspace(layer, rows=8, blocks=264)
+    asked = cuda_moe.plan_workspace(layer, rows=8, blocks=264, arch="sm_90a")
     monkeypatch.setattr(decode, "ON", False)
     assert all(variant.kernel == "moe" for variant in cuda_moe.variants(layer, "sm_90a"))
-    assert cuda_moe.plan_workspace(layer, rows=8, blocks=264).nbytes < asked.nbytes
+    assert cuda_moe.plan_workspace(layer, rows=8, blocks=264, arch="sm_90a").nbytes < asked.nbytes
 
 
 def test_variants_are_what_is_chosen_in_the_order_of_rows() -> None:
@@ -111,21 +111,45 @@ def test_the_sums_of_all_pieces_fit(
             assert pieces * rows * layer.w13.size_n <= have, (rows, tile, tiles)
 
 
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("intermediate", [64, 704, 14336])
-def test_there_is_room_for_the_parts_that_the_kernel_needs(intermediate: int) -> None:
-    layer = facts(num_experts=2, hidden_size=64, padded_intermediate_size=intermediate, group_size=None)
+def test_there_is_room_for_the_parts_that_the_kernel_needs(intermediate: int, arch: str) -> None:
+    """Also in the plan of a workspace for more rows than the call has."""
+    layer = wide(intermediate)
     for rows in (1, 8, 64, 2048):
-        for arch in ARCHS:
-            variant = decode.choose_variant(layer, rows=rows, arch=arch)
-            if variant is not None:
-                assert cuda_moe.most_slot_parts(layer, rows=rows) >= variant.fewest_parts()
-        plan = cuda_moe.plan_workspace(layer, rows=rows, blocks=8)
-        (buffer,) = (b for b in plan.buffers if b.name == "w2_output")
-        assert buffer.nbytes >= cuda_moe.most_slot_parts(layer, rows=rows) * rows * layer.hidden_size * 4
+        most = cuda_moe.most_slot_parts(layer, rows=rows, arch=arch)
+        variant = decode.choose_variant(layer, rows=rows, arch=arch)
+        assert variant is None or most >= variant.fewest_parts()
+        for planned in (rows, rows + 1, 3 * rows, 8192):
+            assert w2_output_bytes(layer, rows=planned, arch=arch) >= most * rows * layer.hidden_size * 4
+
+
+def test_room_is_planned_for_the_device_itself() -> None:
+    """Blocks with little shared memory need more parts of w2's K, which others do not pay for."""
+    layer = wide(14336, num_experts=64)
+    small, large = (w2_output_bytes(layer, rows=2048, arch=arch) for arch in ("sm_86", "sm_90a"))
+    (tile,) = (v for v in decode.variants(layer, "sm_90a") if v.token_tile == 32)
+    assert large == tile.fewest_parts() * 2048 * layer.hidden_size * 4
+    assert small == 2 * large
+
+
+def wide(intermediate: int, num_experts: int = 2) -> LayerFacts:
+    return facts(
+        num_experts=num_experts, hidden_size=64, padded_intermediate_size=intermediate, group_size=None
+    )
+
+
+def w2_output_bytes(layer: LayerFacts, *, rows: int, arch: str) -> int:
+    plan = cuda_moe.plan_workspace(layer, rows=rows, blocks=8, arch=arch)
+    (buffer,) = (buffer for buffer in plan.buffers if buffer.name == "w2_output")
+    return buffer.nbytes
 
 
 def test_a_larger_workspace_has_all_that_a_smaller_one_has() -> None:
     layer = facts(num_experts=3, hidden_size=64, padded_intermediate_size=64)
-    plans = [cuda_moe.plan_workspace(layer, rows=rows, blocks=264) for rows in (1, 5, 96, 97, 5000)]
-    for small, large in itertools.pairwise(plans):
-        assert all(a.nbytes <= b.nbytes for a, b in zip(small.buffers, large.buffers, strict=True))
+    for arch in ARCHS:
+        plans = [
+            cuda_moe.plan_workspace(layer, rows=rows, blocks=264, arch=arch) for rows in (1, 5, 96, 97, 5000)
+        ]
+        for small, large in itertools.pairwise(plans):
+            assert all(a.nbytes <= b.nbytes for a, b in zip(small.buffers, large.buffers, strict=True))

@@ -14,7 +14,7 @@ import torch
 from marlin_moe import MarlinMoEError, MarlinMoELayer, Workspace, fused_marlin_moe, reserve
 from marlin_moe.kernels.plan.problem import LayerFacts
 from marlin_moe.kernels.plan.reference import plan_workspace
-from marlin_moe.kernels.scratch import Registry, registry
+from marlin_moe.kernels.scratch import Lease, Registry, Scratch, StreamKey, registry
 from random_layer import random_calls, random_layer
 from tree import run_python
 
@@ -156,6 +156,62 @@ def test_reset_waits_and_leaves_a_working_layer() -> None:
     layer.workspace.reset()
     assert not layer.workspace.scratch.any()
     assert torch.equal(call(layer), before)
+
+
+class Device:
+    """Stands for a CUDA device: what its streams still had to do happens when someone waits for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, layer: MarlinMoELayer) -> None:
+        self.scratches: list[Scratch] = []
+        self.cleared_at_the_waits: list[list[bool]] = []
+        self.capturing = False
+        self.workspace = Workspace(
+            LayerFacts.of(layer), device=torch.device("cuda", 0), max_tokens=8, top_k=2
+        )
+        monkeypatch.setattr(torch.cuda, "synchronize", self.wait)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        plan = plan_workspace(self.workspace.facts, rows=16)
+        for stream in (1, 2):
+            scratch = Scratch(
+                StreamKey(device=self.workspace.device, stream=stream),
+                torch.full((plan.nbytes,), 255, dtype=torch.uint8),
+            )
+            self.scratches.append(scratch)
+            for backend in ("cuda", "reference"):
+                self.workspace._leases[backend, stream] = Lease.lay_over(scratch, plan)
+
+    def wait(self, device: torch.device) -> None:
+        assert device == self.workspace.device
+        assert any(scratch.lock.locked() for scratch in self.scratches), "no other call starts meanwhile"
+        self.cleared_at_the_waits.append([not scratch.bytes.any() for scratch in self.scratches])
+
+
+def test_reset_waits_for_the_device_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, random_layer())
+    device.workspace.reset()
+    assert device.cleared_at_the_waits == [[False, False], [True, False], [True, False], [True, True]]
+    assert not any(scratch.lock.locked() for scratch in device.scratches)
+
+
+def test_reset_is_refused_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, random_layer())
+    device.capturing = True
+    with pytest.raises(MarlinMoEError, match=r"workspace\.reset: expected no capture, .* being captured"):
+        device.workspace.reset()
+    assert device.cleared_at_the_waits == []
+    assert all(scratch.bytes.all() for scratch in device.scratches)
+
+
+def test_reset_after_a_fault_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, random_layer())
+
+    def fail(_: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    with pytest.raises(MarlinMoEError, match=r"workspace\.reset: .*cuda:0 .*illegal .* new process helps"):
+        device.workspace.reset()
+    assert not any(scratch.lock.locked() for scratch in device.scratches)
 
 
 def test_a_call_that_fails_inside_leaves_the_workspace_usable(monkeypatch: pytest.MonkeyPatch) -> None:

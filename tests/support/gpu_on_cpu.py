@@ -32,6 +32,7 @@ from moe_cases import MoECall
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
 EMULATOR = Path(__file__).parent / "emulator"
+ARCH = "sm_90a"
 POISON = 0xFF  # a NaN in every type
 GUARD_BYTES = 4096
 OUTCOMES = ("right", "a block stands still", "a block wrote behind its shared memory")
@@ -49,7 +50,7 @@ class EmulatedKernel:
         cls, variant: KernelVariant, folder: Path, *, edit: tuple[str, str, str] | None = None
     ) -> EmulatedKernel:
         """Compile a variant in a folder of its own; `edit` is (file, old, new), text to change before."""
-        spec = build_spec(variant, "sm_90a")
+        spec = build_spec(variant, ARCH)
         place = Path(tempfile.mkdtemp(dir=folder))
         for source in spec.source.root.glob("*.cu*"):
             text = source.read_text()
@@ -85,7 +86,7 @@ class EmulatedKernel:
         facts, options = LayerFacts.of(layer), call.options
         tokens, top_k = call.ids.shape
         rows = tokens * top_k
-        plan = planner.plan_workspace(facts, rows=rows, blocks=planner.BLOCKS_PER_SM * blocks)
+        plan = planner.plan_workspace(facts, rows=rows, blocks=planner.BLOCKS_PER_SM * blocks, arch=ARCH)
         scratch = torch.full((plan.nbytes + 2 * GUARD_BYTES,), POISON, dtype=torch.uint8)
         out = torch.full((tokens + 2, layer.hidden_size), float("nan"), dtype=call.x.dtype)
         expert_map = layer.expert_map
@@ -98,6 +99,8 @@ class EmulatedKernel:
             slots_fp32=rows <= planner.FP32_ROWS,
         )
         parts = planner.FP32_ROWS // rows if flags & SLOTS_FP32 else 1
+        if self.variant.kernel == "decode":
+            parts = planner.most_slot_parts(facts, rows=rows, arch=ARCH)
         packed = PARAMETERS.pack(
             x.data_ptr(),
             call.weights.contiguous().data_ptr(),
@@ -117,7 +120,9 @@ class EmulatedKernel:
             facts.padded_intermediate_size,
             KINDS.index(activation.kind),
             planner.split_capacity(planner.BLOCKS_PER_SM * blocks),
-            planner.most_slot_parts(facts, rows=rows) if self.variant.kernel == "decode" else parts,
+            planner.most_slot_parts(facts, rows=rows, arch=ARCH)
+            if self.variant.kernel == "decode"
+            else parts,
             options.get("routed_scaling_factor", 1.0),
             *activation_numbers(activation),
             flags,

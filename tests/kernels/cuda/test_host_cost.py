@@ -1,4 +1,4 @@
-"""What an eager call costs on the host; printed, for people to judge: a busy machine proves nothing."""
+"""What an eager call costs on the host: few launches, and time, which is printed for people to judge."""
 
 import statistics
 import time
@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from marlin_moe import fused_marlin_moe
-from moe_cases import large_layer
+from moe_cases import MoECase, large_layer, make_call, make_layer
 
 CALLS = 1000
+MOST_LAUNCHES = 3
 
 pytestmark = pytest.mark.gpu
 
@@ -27,6 +30,35 @@ def host_us(call: Callable[[], Any]) -> float:
         rounds.append((time.perf_counter() - started) * 1e6 / (CALLS // 10))
     torch.cuda.synchronize()
     return statistics.median(rounds)
+
+
+def device_work(call: Callable[[], Any]) -> list[str]:
+    """What a call gives the GPU to do: kernels, copies and memsets, by name."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in seen.events() if event.device_type == DeviceType.CUDA]
+
+
+def test_the_profiler_sees_launches() -> None:
+    x = torch.zeros(8, device="cuda")
+    assert len(device_work(lambda: x.add_(1).mul_(2))) == 2
+
+
+@pytest.mark.parametrize("view", ["plain", "columns"])
+@pytest.mark.parametrize("tokens", [1, 33, 513])
+def test_an_eager_call_takes_few_launches(tokens: int, view: str) -> None:
+    """The first call as well as repeated ones, and where x is copied because its rows are not vectors."""
+    case = MoECase(tokens=tokens, hidden_size=256, padded_intermediate_size=64, top_k=2, view=view)
+    made = make_layer(case, "cuda")
+    call = make_call(case, made.layer)
+    out = torch.empty(call.x.shape, dtype=call.x.dtype, device="cuda")
+    call.run(made.layer)
+    for form in (lambda: call.run(made.layer), lambda: call.run(made.layer, out=out)):
+        names = device_work(form)
+        assert 1 <= len(names) <= MOST_LAUNCHES, names
+        assert sum(name in ("moe", "decode") for name in names) == 1, names
 
 
 def test_host_cost_of_an_eager_call(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,21 @@ def test_two_threads_on_a_stream_each() -> None:
 
 
 @in_child(timeout_s=180)
+def test_resets_while_two_streams_are_busy() -> None:
+    checked, wrong = Checked(), counters(2)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    workspace = checked.layer.workspace
+    assert workspace is not None
+    for number in range(200):
+        for stream, counter in zip(streams, wrong, strict=True):
+            with torch.cuda.stream(stream):
+                checked.repeat(5, number, counter)
+        workspace.reset()
+    torch.cuda.synchronize()
+    assert [int(counter) for counter in wrong] == [0, 0]
+
+
+@in_child(timeout_s=180)
 def test_four_threads_on_one_stream() -> None:
     checked, wrong = Checked(), counters(4)
     stream = torch.cuda.Stream()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from child import in_child
-from marlin_moe import MarlinMoELayer, reserve
+from marlin_moe import MarlinMoEError, MarlinMoELayer, reserve
 from marlin_moe.kernels.backends import cuda_moe
 from marlin_moe.kernels.device import architecture
 from marlin_moe.kernels.jit import load as load_module
@@ -17,6 +17,7 @@ from moe_cases import DenseMoE, MoECase, check, large_layer, make_call, make_lay
 CASE = MoECase(tokens=9, num_experts=16, hidden_size=256, padded_intermediate_size=128, top_k=4)
 COUNTERS = ("allocation.all.allocated", "num_device_alloc", "num_device_free", "num_alloc_retries")
 TORCH_ROUNDS_TO = 512  # bytes of an allocation
+CYCLES = 100_000_000  # of the GPU's clock: some 50 ms
 
 pytestmark = pytest.mark.gpu
 
@@ -177,6 +178,47 @@ def test_reset_clears_and_moves_nothing() -> None:
     assert not workspace.scratch.any()
     assert workspace.data_ptr() == place
     assert torch.equal(call.run(made.layer), want)
+
+
+def test_reset_waits_for_all_streams() -> None:
+    made = make_layer(CASE, "cuda")
+    call = make_call(CASE, made.layer)
+    want = call.run(made.layer)
+    workspace = made.layer.workspace
+    assert workspace is not None
+    streams, scratches = [torch.cuda.Stream(), torch.cuda.Stream()], []
+    torch.cuda.synchronize()
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            call.run(made.layer)
+            torch.cuda._sleep(CYCLES)
+            assert workspace.scratch is not None
+            scratches.append(workspace.scratch.fill_(0xFF))  # as a kernel would that is still to come
+    workspace.reset()
+    assert all(stream.query() for stream in streams)
+    assert torch.cuda.current_stream().query()
+    assert not any(scratch.any() for scratch in scratches)
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            assert torch.equal(call.run(made.layer), want)
+
+
+@in_child(timeout_s=120)
+def test_reset_inside_a_capture_is_refused_and_does_it_no_harm() -> None:
+    made = make_layer(CASE, "cuda")
+    call = make_call(CASE, made.layer)
+    want = call.run(made.layer)
+    workspace = made.layer.workspace
+    assert workspace is not None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call.run(made.layer)
+        with pytest.raises(MarlinMoEError, match=r"workspace\.reset: expected no capture"):
+            workspace.reset()
+    out.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, want)
 
 
 def test_more_tokens_than_planned_run_in_chunks_without_allocating() -> None:
