@@ -15,7 +15,7 @@ from .checkpoint import Checkpoint
 from .errors import ExpertsError, PipelineError
 from .experts.find import ExpertsModule, below, find_experts
 from .experts.fused_source import FusedSource
-from .staging import Lane
+from .staging import HostMemory
 from .tensor_file import DTYPE_NAMES, DTYPES
 
 Shapes: TypeAlias = Mapping[str, tuple[torch.dtype | None, tuple[int, ...]]]
@@ -273,8 +273,8 @@ class Context:
         problems: collected over all blocks and raised together as one error at the end of the layer.
         allow_dead_experts: accept a projection whose scales are all zero.
         top_k, max_tokens: for the workspace.
-        staging: where a stage that reads files reads them before they are copied to the device; None where
-            it reads into memory of its own.
+        staging: where a stage that reads files reads them; the next block is read over it. None where it
+            reads into memory of its own.
     """
 
     device: torch.device
@@ -287,7 +287,7 @@ class Context:
     allow_dead_experts: bool = False
     top_k: int | None = None
     max_tokens: int = 8192
-    staging: Lane | None = None
+    staging: HostMemory | None = None
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:

@@ -24,4 +24,5 @@ In dependency order:
     repack_plan     all that a repack will write, before its first byte
     cut             a rank's slice of Marlin tensors, where it is a pure cut
     load            packed checkpoint -> layers
+    make_files      the files of a repack, each made by itself
 """

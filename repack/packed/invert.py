@@ -19,7 +19,7 @@ from ...kernels.layout import (
 )
 from ..native.repack_weights import unpack_weights
 from ..pipeline import Pipeline, Stage, State, both
-from ..staging import Lane
+from ..staging import HostMemory
 from ..states import Context, ExpertFacts, ExpertTensors
 
 INVERTED = (
@@ -99,7 +99,7 @@ def _first(words: torch.Tensor, count: int, *, bits: int) -> tuple[torch.Tensor,
 
 
 def read_packed(
-    experts: ExpertTensors, block: range, device: torch.device, *, staging: Lane | None = None
+    experts: ExpertTensors, block: range, device: torch.device, *, staging: HostMemory | None = None
 ) -> dict[str, torch.Tensor]:
     """The Marlin fields [B, …] of a block of experts of a packed layer on a device, through `staging`."""
     stem = f"{block[0]}."
