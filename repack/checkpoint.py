@@ -8,7 +8,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
@@ -122,6 +122,15 @@ class Checkpoint:
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Fill `out` (CPU, contiguous) with the bytes of tensor `name`."""
         self.files[self.tensors[name].file].read_into(name, out)
+
+    def read_all(self, wanted: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill tensors (CPU, contiguous) with those of their names: file after file, front to back."""
+        found = [(self.tensors[name], out) for name, out in wanted]
+        of_file: dict[str, list[tuple[TensorEntry, torch.Tensor]]] = {}
+        for entry, out in sorted(found, key=lambda item: item[0].offset_bytes):
+            of_file.setdefault(entry.file, []).append((entry, out))
+        for name, reads in of_file.items():
+            self.files[name].read_all(reads)
 
     def read_part_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """Fill `out` (CPU, contiguous) with elements of tensor `name` from `start` on."""

@@ -219,7 +219,7 @@ class _Run:
             for name, size_bytes in earlier.items():
                 self.progress.advance(size_bytes, name)
             made = {}
-            for batch in ([t for t in mine if t.large], [t for t in mine if not t.large]):
+            for batch in ([t for t in mine if t.is_layer], [t for t in mine if not t.is_layer]):
                 records = run_all([task.make for task in batch], self.workers, self.progress)
                 made |= {task.name: record for task, record in zip(batch, records, strict=True)}
             return made

@@ -18,10 +18,15 @@ COPY_BYTES = 8 << 20
 REMEDIES = {
     errno.ENOSPC: "Free space and run it again: it goes on where it stopped.",
     errno.EDQUOT: "Free space within the quota and run it again: it goes on where it stopped.",
+    errno.EFBIG: "Raise the limit of a file's size and run it again: it goes on where it stopped.",
     errno.EACCES: "Make the directory writable for this user, or choose another one.",
     errno.EPERM: "Make the directory writable for this user, or choose another one.",
     errno.EROFS: "Choose a destination on a writable file system.",
 }
+
+
+NO_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What copy_file_range says where two file systems cannot copy between them."""
 
 
 @contextmanager
@@ -61,6 +66,29 @@ class PartialFile:
         with system_errors(f"{self.path}: writing {len(data)} bytes at {offset}"):
             while done < len(data):
                 done += os.pwrite(self._fd, data[done:], offset + done)
+
+    def copy(self, source: int, source_offset: int, offset: int, count: int) -> int:
+        """Bytes of an open file to `offset`, without passing through this process: at most `count` of them.
+
+        Where the file system can it shares the blocks (reflink); 0 where it copies nothing in this way.
+        """
+        try:
+            return os.copy_file_range(source, self._fd, count, source_offset, offset)
+        except OSError as error:
+            if error.errno in NO_COPY:
+                return 0
+            with system_errors(f"{self.path}: copying {count} bytes to {offset}"):
+                raise
+
+    def read(self, offset: int, buffer: memoryview) -> None:
+        """What was written, to be hashed."""
+        done = 0
+        with system_errors(f"{self.path}: reading {len(buffer)} bytes at {offset}"):
+            while done < len(buffer):
+                count = os.preadv(self._fd, [buffer[done:]], offset + done)
+                if count == 0:
+                    raise OSError(errno.EIO, "the file ends too early")
+                done += count
 
     def sync(self) -> None:
         """Everything on the disk, the file closed."""

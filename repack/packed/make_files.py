@@ -28,17 +28,13 @@ Records = dict[str, dict[str, Any]]
 class FileTask:
     """One file to make; `make` writes it whole, publishes it and gives the journal's record of it.
 
-    Large ones (safetensors) come first: a source that is refused leaves none of the others.
+    Layers are made before the rest: a source with values that are refused leaves no other files.
     """
 
     name: str
     size_bytes: int
     make: Callable[[], dict[str, Any]]
-
-    @property
-    def large(self) -> bool:
-        """Whether it holds tensors."""
-        return self.name.endswith(".safetensors")
+    is_layer: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +76,9 @@ class FileMaker:
             self.journal.finish(name, record)
             return record
 
-        return FileTask(name=name, size_bytes=size_bytes, make=finish)
+        return FileTask(
+            name=name, size_bytes=size_bytes, make=finish, is_layer=isinstance(argument, LayerPlan)
+        )
 
     def _layer(self, layer: LayerPlan) -> dict[str, Any]:
         dead: list[str] = []

@@ -122,6 +122,11 @@ class PackedSource:
         expert, field = name.removeprefix(f"{self.module}.").split(".")
         self.read_experts(field, int(expert), out.unsqueeze(0))
 
+    def read_all(self, wanted: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill the tensors one after another."""
+        for name, out in wanted:
+            self.read_into(name, out)
+
     def read_experts(self, field: str, start: int, out: torch.Tensor, *, skip_rows: int = 0) -> None:
         """Fill `out` [B, …] (CPU, contiguous) with a field of experts start, start + 1, ….
 
