@@ -168,6 +168,11 @@ class TensorFile:
                 )
             done += count
 
+    def read_ahead(self, offset: int, nbytes: int) -> None:
+        """Ask the kernel to have these bytes in memory soon, where it takes such advice."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
     def fileno(self) -> int:
         """The descriptor."""
         return self._fd

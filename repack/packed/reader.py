@@ -1,7 +1,7 @@
 """An open packed checkpoint: manifest, sizes and headers checked, its tensors read when asked for."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -116,6 +116,8 @@ class PackedSource:
     checkpoint: Checkpoint
     module: str
     fills_any_device: bool = False
+    maps: dict[str, torch.Tensor] = field(default_factory=dict)
+    """File name -> its bytes, mapped when first asked for."""
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Fill `out` with the part of one expert; `name` is `<module>.<expert>.<field>`."""
@@ -143,10 +145,19 @@ class PackedSource:
             place = entry.offset_bytes + (start + i) * expert_bytes + offset
             file.read_bytes(place, tensor_bytes(out[i]), what=entry.name)
 
-    def mapped(self, field: str) -> torch.Tensor:
-        """A field of all experts, as a view of a map of its file, whose length was checked when opened."""
+    def mapped(self, field: str, experts: range) -> torch.Tensor:
+        """A field of some experts, as a view of a map of its file, whose length was checked when opened.
+
+        The map is private: what is written to it stays here. The kernel is told to read the bytes ahead.
+        """
         entry = self.checkpoint.tensors[tensor_name(self.module, field)]
         file = self.checkpoint.files[entry.file]
-        whole = torch.from_file(str(file.path), shared=False, size=file.size_bytes, dtype=torch.uint8)
-        data = whole[entry.offset_bytes : entry.offset_bytes + entry.nbytes]
-        return data.view(entry.torch_dtype).view(entry.shape)
+        if entry.file not in self.maps:
+            self.maps[entry.file] = torch.from_file(
+                str(file.path), shared=False, size=file.size_bytes, dtype=torch.uint8
+            )
+        per_expert = entry.nbytes // entry.shape[0]
+        start, nbytes = entry.offset_bytes + experts.start * per_expert, len(experts) * per_expert
+        file.read_ahead(start, nbytes)
+        data = self.maps[entry.file][start : start + nbytes]
+        return data.view(entry.torch_dtype).view(len(experts), *entry.shape[1:])
