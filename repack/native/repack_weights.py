@@ -76,6 +76,8 @@ def unpack_weights(qweight: torch.Tensor, *, bits: int) -> torch.Tensor:
         MarlinMoEError: as in `repack_weights`.
     """
     n, k = check_qweight_shape(qweight, bits=bits)
+    if qweight.is_meta:  # torch would import its compiler to find the shapes of the operations
+        return qweight.new_empty(*qweight.shape[:-2], n, k * bits // 32)
     kernel = qweight.is_cuda and native_path(qweight.device).used
     if not kernel or qweight.dim() != 3 or qweight.stride(2) != 1:
         return unpack_qweight(qweight, bits=bits)

@@ -90,6 +90,8 @@ def _first(words: torch.Tensor, count: int, *, bits: int) -> tuple[torch.Tensor,
     """The first `count` fields of packed words [..., W], filled up with zeros, and the values of the rest."""
     per_word = 32 // bits
     whole = -(-count // per_word)
+    if whole == words.shape[-1] and count % per_word == 0:
+        return words, words[..., whole:]
     spare = unpack_fields(words[..., count // per_word :], bits=bits)[..., count % per_word :]
     if count % per_word == 0:
         return words[..., :whole].contiguous(), spare
