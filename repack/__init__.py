@@ -3,6 +3,7 @@
 errors          errors of reading, repacking and storing
 tensor_file     one safetensors file: header checked, tensors read by position
 checkpoint      a directory: config, index, tensors read when asked for
+model_path      a directory, or the name of a model on the hub
 experts         where the routed experts of a checkpoint are
 scheme          quantization_config to the QuantScheme of one MoE layer
 staging         memory that blocks are read into, and their way to a GPU

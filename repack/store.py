@@ -13,6 +13,7 @@ from ..kernels.device import usable_device
 from .blocks import BLOCK_BYTES
 from .checkpoint import Checkpoint, shorten
 from .errors import CheckpointError, MarlinMoEWarning
+from .model_path import model_path
 from .native.path import native_path
 from .packed.companions import write_content
 from .packed.durable import canonical_json, digest, system_errors
@@ -85,7 +86,7 @@ def repack_checkpoint(
     file. The bytes do not depend on device, workers or ranks.
 
     Args:
-        src: a source checkpoint, which is only read.
+        src: a source checkpoint, which is only read: a directory, or `org/model` on the Hugging Face Hub.
         dst: a directory that does not exist, is empty, or holds an interrupted run of the same source.
         device: where the stages run; the bytes are the same everywhere.
         allow_dead_experts: accept a projection whose scales are all zero.
@@ -101,7 +102,7 @@ def repack_checkpoint(
             with its errno. What is left never loads.
     """
     started = time.monotonic()
-    source, destination = Path(src), Path(dst)
+    source, destination = model_path(src), Path(dst)
     target = usable_device(device)
     count = worker_count(workers, target)
     shared = SharedProgress(progress or NoProgress())

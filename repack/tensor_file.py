@@ -174,8 +174,8 @@ class TensorFile:
     def read_ahead(self, offset: int, nbytes: int) -> None:
         """Ask the kernel to have these bytes in memory soon, where it takes such advice.
 
-        It reads as fast as the disk gives, without waiting for a page to be touched; of one request Linux takes
-        no more than the disk's read-ahead.
+        It reads as fast as the disk gives, without waiting for a page to be touched; Linux takes no more of
+        one request than the disk's read-ahead.
         """
         if hasattr(os, "posix_fadvise"):
             for start in range(offset, offset + nbytes, READ_AHEAD_BYTES):

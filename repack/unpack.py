@@ -9,6 +9,7 @@ from typing import Any
 from .blocks import BLOCK_BYTES
 from .checkpoint import CONFIG, INDEX, shorten
 from .errors import PackedError
+from .model_path import model_path
 from .packed.companions import copy_file, write_content
 from .packed.durable import COPY_BYTES, digest
 from .packed.journal import Journal, refuse_nested
@@ -80,7 +81,7 @@ def unpack_checkpoint(
             fault of the system with its errno.
     """
     started = time.monotonic()
-    path, destination = Path(packed), Path(dst)
+    path, destination = model_path(packed), Path(dst)
     refuse_nested(path, destination)
     with PackedCheckpoint(path) as opened:
         run = _Run(

@@ -9,6 +9,7 @@ from typing import Any
 from .blocks import BLOCK_BYTES
 from .checkpoint import Checkpoint
 from .errors import PackedError
+from .model_path import model_path
 from .packed.compare import source_problems
 from .packed.differences import Problem
 from .packed.integrity import hash_problems, header_problems, layer_problems, size_problems, unlisted_files
@@ -73,7 +74,7 @@ def verify_checkpoint(
 
     Args:
         packed: a packed checkpoint.
-        src: its source.
+        src: its source. Both may be models on the Hugging Face Hub (`org/model`).
         follow_links: follow links that lead out of the source's directory.
         block_bytes: packed bytes that one block of experts holds.
         progress: follows the bytes read.
@@ -83,7 +84,8 @@ def verify_checkpoint(
         CheckpointError: `src` is no checkpoint, or a packed one (PackedError).
     """
     started = time.monotonic()
-    path = Path(packed)
+    path = model_path(packed)
+    src = None if src is None else model_path(src)
     if not is_packed(path):
         raise PackedError(
             f"{path}: expected a packed checkpoint with {MANIFEST}, got none. Repack the source first."
