@@ -151,7 +151,7 @@ class Checkpoint:
         present = sorted(p.name for p in self.path.glob("*.safetensors"))
         if self.index is not None:
             chosen = list(dict.fromkeys(self._weight_map().values()))
-            wrong = [name for name in chosen if not _is_below(name)]
+            wrong = [name for name in chosen if not is_below(name)]
             if wrong:
                 raise CheckpointError(
                     f"{self.path}: expected file names inside the directory, got "
@@ -228,7 +228,7 @@ def _what_stands_at(path: Path) -> str | None:
     return "a file" if stat.S_ISREG(mode) else file_kind(mode)
 
 
-def _is_below(name: str) -> bool:
+def is_below(name: str) -> bool:
     """Whether `name` can be that of a file below a directory."""
     parts = PurePosixPath(name).parts
     inner = bool(parts) and not name.startswith("/") and ".." not in parts
@@ -261,7 +261,7 @@ def inside(directory: Path, name: str, *, follow_links: bool = False) -> Path:
     Links are followed inside the directory and, from a hub snapshot (`…/snapshots/<revision>`), into the same
     repository's `blobs`; any other link out is refused unless `follow_links`.
     """
-    if not _is_below(name):
+    if not is_below(name):
         raise CheckpointError(
             f"{directory}: expected file names inside the directory, got {name!r} in its index."
         )

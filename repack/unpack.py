@@ -165,6 +165,12 @@ class _Run:
             buffer = bytearray(COPY_BYTES)
             of_layers = self._entries_of_layers(plan)
             owned = {entry.name for entries in of_layers.values() for entry in entries}
+            lost = [n for n in plan.entries if n not in owned and n not in self.packed.checkpoint.tensors]
+            if lost:
+                raise PackedError(
+                    f"{self.packed.path}: expected every tensor that {SOURCE_FILES} lists, got none of "
+                    f"{shorten(lost)}. Repack the source again."
+                )
             for name in plan.entries:
                 if name not in owned:
                     for piece in read_tensor(

@@ -4,6 +4,7 @@ In dependency order:
 
     names           files and tensors of a packed checkpoint, and how one is recognised
     durable         files that are whole or absent: allocated, written by position, synced, renamed
+    decode          JSON values -> dataclasses, each of the declared type
     records         what the manifest says of a file, a tensor, a layer
     source          the source's fingerprint, and all that unpacking needs of its files
     manifest        `marlin_moe.json`

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import xxhash
 
 from ..errors import PackedError
+from ..tensor_file import file_kind
 
 COPY_BYTES = 8 << 20
 """Bytes of the buffer through which files are copied and hashed."""
@@ -145,6 +147,16 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 def canonical_json(content: Any) -> bytes:
     """One spelling of JSON content, for hashes."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def read_regular(path: Path) -> bytes:
+    """The bytes of a regular file; OSError for anything else, a pipe too, which would be waited for."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, f"expected a regular file, got {file_kind(mode)}", str(path))
+        return file.read()
 
 
 def read_pieces(path: Path, buffer: bytearray) -> Iterator[memoryview]:

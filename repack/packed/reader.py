@@ -13,7 +13,7 @@ from ..experts.find import ExpertsModule
 from ..progress import NoProgress, Progress
 from ..states import ExpertTensors
 from ..tensor_file import tensor_bytes
-from .integrity import hash_problems, header_problems, layer_problems, size_problems
+from .integrity import hash_problems, header_problems, layer_problems, own_file_problems, size_problems
 from .manifest import Manifest
 from .names import tensor_name
 from .records import LayerRecord
@@ -46,6 +46,7 @@ class PackedCheckpoint:
             problems += [text for _, text in layer_problems(self.path, self.manifest)]
             for record in self.manifest.tensor_files:
                 problems += [text for _, text in header_problems(self.path, record)]
+            problems += own_file_problems(self.path, self.manifest)
         if problems:
             raise PackedError(report(str(self.path), problems))
         self.checkpoint = Checkpoint(self.path)
