@@ -4,7 +4,7 @@
     destination/.marlin_moe/lock-<rank>           the same by every other rank of a run of several
     destination/.marlin_moe/run.json              what is made of which source; a run of another is refused
     destination/.marlin_moe/<name>.partial        being written
-    destination/.marlin_moe/<name>.finished.json  record of a file that has its final name
+    destination/.marlin_moe/<name>.finished.json  record of a file that has its final name, or gets it now
     destination/.marlin_moe/complete.json         run.json once all is done; only the folder is left to remove
 
 One record per file, so that several workers and ranks can add theirs. The folder goes when the run is
@@ -94,10 +94,13 @@ class Journal:
         return None
 
     def finish(self, name: str, record: Mapping[str, Any]) -> None:
-        """The synced partial of `name` gets its final name, then its record (`record["file"]`: its size)."""
-        publish(self.partial(name), self.destination / name, self.destination)
+        """The synced partial of `name` gets its record (`record["file"]`: its size), then its final name.
+
+        In this order a file with its final name is never made again, whenever the run is killed.
+        """
         text = json.dumps(record).encode()
         write_whole(self._record(name).with_suffix(PARTIAL), self._record(name), text)
+        publish(self.partial(name), self.destination / name, self.destination)
 
     def complete(self) -> None:
         """Everything is finished: the folder goes."""
@@ -122,16 +125,19 @@ class Journal:
         if self.destination.is_dir() and not self.folder.is_dir():
             found = sorted(path.name for path in self.destination.iterdir())
             if MANIFEST in found:
-                raise PackedError(
-                    f"{self.destination}: expected an empty directory or none, got a finished packed "
-                    "checkpoint. Remove it first, or choose another destination."
-                )
+                raise self._is_finished()
             if found:
                 raise PackedError(
                     f"{self.destination}: expected an empty directory, none, or an interrupted run to "
                     f"resume, got {len(found)} files or folders ({', '.join(found[:4])}). "
                     "Choose another destination."
                 )
+
+    def _is_finished(self) -> PackedError:
+        return PackedError(
+            f"{self.destination}: expected an empty directory or none, got a finished packed checkpoint. "
+            "Remove it first, or choose another destination."
+        )
 
     def _take_lock(self, name: str) -> int:
         """The lock's descriptor. A lock that its holder removed meanwhile is taken anew."""
@@ -195,6 +201,8 @@ class Journal:
             return
         if [path.name for path in self.folder.iterdir()] == [LOCK]:
             shutil.rmtree(self.folder)
+        if MANIFEST in others:  # the run that made it was killed while it removed its folder
+            raise self._is_finished()
         raise PackedError(
             f"{self.destination}: expected an empty directory or an interrupted run to resume, got "
             f"{', '.join(others[:4])} and no {WORK_FOLDER}/{RUN}. Choose another destination."
