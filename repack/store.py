@@ -240,9 +240,10 @@ class _Run:
 
     def _publish(self, manifest: Manifest) -> None:
         if self.ranks.is_first:
-            content = manifest.as_bytes()
-            write_content(self.journal, MANIFEST, content, NoProgress())
-            self.journal.finish(MANIFEST, {"file": {"name": MANIFEST, "size_bytes": len(content)}})
+            if self.journal.finished(MANIFEST) is None:
+                content = manifest.as_bytes()
+                write_content(self.journal, MANIFEST, content, NoProgress())
+                self.journal.finish(MANIFEST, {"file": {"name": MANIFEST, "size_bytes": len(content)}})
             self.journal.complete()
 
     def _complete(self) -> None:

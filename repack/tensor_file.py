@@ -162,7 +162,8 @@ class TensorFile:
                 count = os.preadv(self._fd, [buffer[done:]], offset + done)
             except OSError as error:
                 raise CheckpointError(
-                    f"{what}: reading {self.path} failed at byte {offset + done}: {error.strerror}."
+                    f"{what}: reading {self.path} failed at byte {offset + done}: {error.strerror} "
+                    f"(errno {error.errno}). Mend the disk or fetch the file again."
                 ) from error
             if count == 0:
                 raise CheckpointError(

@@ -27,10 +27,6 @@ REMEDIES = {
 }
 
 
-NO_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What copy_file_range says where two file systems cannot copy between them."""
-
-
 @contextmanager
 def system_errors(what: str) -> Iterator[None]:
     """An OSError becomes a PackedError with what was done, the system's words, its errno and a remedy."""
@@ -72,15 +68,13 @@ class PartialFile:
     def copy(self, source: int, source_offset: int, offset: int, count: int) -> int:
         """Bytes of an open file to `offset`, without passing through this process: at most `count` of them.
 
-        Where the file system can it shares the blocks (reflink); 0 where it copies nothing in this way.
+        Where the file system can it shares the blocks (reflink). 0 where it copies nothing in this way, be it
+        that it cannot or that something is wrong: reading and writing then tell which, and where.
         """
         try:
             return os.copy_file_range(source, self._fd, count, source_offset, offset)
-        except OSError as error:
-            if error.errno in NO_COPY:
-                return 0
-            with system_errors(f"{self.path}: copying {count} bytes to {offset}"):
-                raise
+        except OSError:
+            return 0
 
     def read(self, offset: int, buffer: memoryview) -> None:
         """What was written, to be hashed."""

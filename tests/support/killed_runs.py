@@ -81,7 +81,9 @@ def run_until_done(
             os.kill(pid, signal.SIGKILL)
         code = wait(pid)
         after = finished(packed) if packed.exists() else {}
-        counts["redone"] += sum(after.get(name) != place for name, place in before.items())
+        for name, place in before.items():
+            counts["redone"] += after.get(name) != place
+            counts[f"redone {name}"] += after.get(name) != place
         counts["kept"] += len(before)
         if code == 0:
             break
@@ -122,7 +124,7 @@ def main(source: Path, folder: Path, kills: int, pairs: int, seed: int) -> None:
         run_until_done(source, packed, expected, longest, counts, chance)
     for number in range(pairs):
         run_pair(source, folder / f"pair-{number}", expected, counts)
-    print(json.dumps(counts | {"longest_s": longest, MANIFEST: len(expected)}))
+    print(json.dumps(+counts | {"longest_s": longest, MANIFEST: len(expected)}))
 
 
 if __name__ == "__main__":
