@@ -21,6 +21,9 @@ from .states import Context, ExpertFacts, ExpertTensors, State
 BLOCK_BYTES = 128 << 20
 """Source bytes that the blocks in flight hold by default: one block, on a GPU several small ones."""
 
+STREAM_BYTES = 32 << 20
+"""The same from file to file on a CPU: small blocks stay in its caches, from reading to writing."""
+
 SPARE_BYTES = 64 << 10
 """Memory to read into beyond a block's bytes, so that every tensor can begin aligned."""
 
@@ -195,6 +198,11 @@ def _memory(pipeline: Pipeline, experts: ExpertTensors, block: range, context: C
     """What blocks are read into, one after another, where files are read in this thread."""
     if not pipeline.reads_files or experts.source.fills_any_device or context.device.type == "meta":
         return None
+    return block_memory(experts, block)
+
+
+def block_memory(experts: ExpertTensors, block: range) -> HostMemory:
+    """Memory for a block's source tensors."""
     return HostMemory(len(block) * expert_bytes(experts, block[0]) + SPARE_BYTES)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..kernels.device import usable_device
-from .blocks import BLOCK_BYTES
+from .blocks import BLOCK_BYTES, STREAM_BYTES
 from .checkpoint import Checkpoint, shorten
 from .errors import CheckpointError, MarlinMoEWarning
 from .model_path import model_path
@@ -76,7 +76,7 @@ def repack_checkpoint(
     follow_links: bool = False,
     workers: int | None = None,
     ranks: Ranks = ALONE,
-    block_bytes: int = BLOCK_BYTES,
+    block_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> RepackReport:
     """Write the packed checkpoint of a source: experts in the Marlin layout, everything else unchanged.
@@ -94,7 +94,7 @@ def repack_checkpoint(
         workers: files made at once, by threads; by default one a core, on a GPU one.
         ranks: the processes that share the run (`ranks_from_environment`); each makes its share of the files.
         block_bytes: source bytes that the blocks of experts in flight hold, all workers together, and at
-            least one expert each; on a GPU also the pinned memory.
+            least one expert each; on a GPU also the pinned memory. By default 32 MiB, on a GPU 128.
         progress: follows the bytes that this process writes.
 
     Raises:
@@ -105,6 +105,7 @@ def repack_checkpoint(
     source, destination = model_path(src), Path(dst)
     target = usable_device(device)
     count = worker_count(workers, target)
+    budget = block_bytes or (STREAM_BYTES if target.type == "cpu" else BLOCK_BYTES)
     shared = SharedProgress(progress or NoProgress())
     refuse_nested(source, destination)
     with Checkpoint(source, follow_links=follow_links) as checkpoint:
@@ -115,7 +116,7 @@ def repack_checkpoint(
             journal=Journal(destination, _identity(plan), ranks=ranks),
             progress=shared,
             allow_dead_experts=allow_dead_experts,
-            block_bytes=block_bytes // count,
+            block_bytes=budget // count,
             device=target,
         )
         manifest, resumed = _Run(maker=maker, ranks=ranks, workers=count, progress=shared).write()

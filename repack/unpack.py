@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .blocks import BLOCK_BYTES
+from .blocks import STREAM_BYTES
 from .checkpoint import CONFIG, INDEX, shorten
 from .errors import PackedError
 from .model_path import model_path
@@ -59,7 +59,7 @@ def unpack_checkpoint(
     packed: str | Path,
     dst: str | Path,
     *,
-    block_bytes: int = BLOCK_BYTES,
+    block_bytes: int = STREAM_BYTES,
     progress: Progress | None = None,
 ) -> UnpackReport:
     """Write the source of a packed checkpoint again: the same files with the same bytes.
