@@ -31,7 +31,6 @@ REPACK = """
 import sys, time
 import compressed_tensors.quantization
 from marlin_moe import repack_checkpoint
-from marlin_moe.repack.packed import make_files
 start = time.perf_counter()
 report = repack_checkpoint(sys.argv[1], sys.argv[2], workers=int(sys.argv[3]) or None)
 print(time.perf_counter() - start)
@@ -159,9 +158,10 @@ def measure_load(packed: Path, script: str, *, cold: bool) -> dict[str, float]:
 
 def one_round(source: Path, packed: Path, workers: int) -> dict[str, dict[str, float]]:
     """Every variant once."""
-    found = {"cp": measure_copy(source, source.parent)}
-    for name, count in (("repack", workers), ("repack, one worker", 1)):
-        found[name] = measure_repack(source, packed, count)
+    found = {
+        "cp": measure_copy(source, source.parent),
+        "repack": measure_repack(source, packed, workers),
+    }
     for heat in ("cold", "warm"):
         for name, script in (("load_file", LOAD_FILE), ("load_layers", LOAD_LAYERS)):
             found[f"{name}, {heat}"] = measure_load(packed, script, cold=heat == "cold")
