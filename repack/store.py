@@ -220,7 +220,7 @@ class _Run:
             self.progress.start(sum(earlier.values()) + sum(task.size_bytes for task in mine))
             for name, size_bytes in earlier.items():
                 self.progress.advance(size_bytes, name)
-            made = {}
+            made: Records = {}
             for batch in ([t for t in mine if t.is_layer], [t for t in mine if not t.is_layer]):
                 records = run_all([task.make for task in batch], self.workers, self.progress)
                 made |= {task.name: record for task, record in zip(batch, records, strict=True)}

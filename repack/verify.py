@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ class _Verification:
         broken: set[str] = set()
         parts = [_first(self._by_headers(broken))]
         files = [file for file in self.manifest.files if file.name not in broken]
-        parts += self._side_by_side([lambda file=file: self._by_hash(file) for file in files])
+        parts += self._side_by_side([partial(self._by_hash, file) for file in files])
         if self.source is not None and not broken:
             parts += self._by_source(self.source)
         problems = tuple(problem for part, _ in parts for problem in part)
@@ -165,7 +166,7 @@ class _Verification:
     def _side_by_side(
         self, tasks: Sequence[Callable[[], Iterable[Problem]]]
     ) -> list[tuple[tuple[Problem, ...], int]]:
-        return run_all([lambda task=task: _first(task()) for task in tasks], self.workers, self.progress)
+        return run_all([partial(_first_of, task) for task in tasks], self.workers, self.progress)
 
     def _by_headers(self, broken: set[str]) -> Iterator[Problem]:
         path, manifest = self.path, self.manifest
@@ -197,6 +198,11 @@ class _Verification:
                 return self._side_by_side(tasks)
         except PackedError as error:
             return [((Problem(name=MANIFEST, message=str(error)),), 1)]
+
+
+def _first_of(task: Callable[[], Iterable[Problem]]) -> tuple[tuple[Problem, ...], int]:
+    """The same of what a task finds."""
+    return _first(task())
 
 
 def _first(problems: Iterable[Problem]) -> tuple[tuple[Problem, ...], int]:

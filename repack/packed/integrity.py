@@ -5,12 +5,13 @@ from pathlib import Path
 
 import xxhash
 
+from ..checkpoint import CONFIG
 from ..errors import CheckpointError, PackedError
 from ..progress import Progress
 from ..tensor_file import DTYPES, TensorFile
 from .durable import COPY_BYTES, digest, read_pieces, read_regular
 from .manifest import Manifest
-from .names import CONFIG, MANIFEST, MARKER, OWN_FILES, WORK_FOLDER, marker_of, tensor_name
+from .names import MANIFEST, MARKER, OWN_FILES, WORK_FOLDER, marker_of, tensor_name
 from .records import LayerRecord, PlainFileRecord, TensorFileRecord
 
 ADVICE = "Copy the file again, or repack the source."
