@@ -50,13 +50,14 @@ def repack(
     no routed expert is carried over unchanged, and every tensor-parallel and expert-parallel split loads from
     it.
 
-    Several machines share a run under torchrun or Slurm: every process takes a part of the layers, the first
-    one writes the manifest. Run the same command again after a fault: it completes what is missing.
+    SRC may also be a model on the Hugging Face Hub: org/model, or org/model@revision. Several machines share
+    a run under torchrun or Slurm (torchrun … -m marlin_moe.cli repack SRC DST): every process takes a part of
+    the layers, the first one writes the manifest. Run the same command again after a fault: it completes what
+    is missing.
 
     \b
     Example:
       marlin-moe repack Qwen3-30B-A3B-W4A16 Qwen3-30B-A3B-marlin
-      torchrun --nnodes 4 --nproc-per-node 1 … -m marlin_moe.cli repack SRC DST
     """
     from ..repack.native.path import native_path
     from ..repack.ranks import ranks_from_environment
