@@ -55,7 +55,12 @@ class Ranks:
             result = step()
         except Exception as error:
             failure = error
-        outcomes = self._exchange((None if failure is None else str(failure) or repr(failure), result))
+        told = None if failure is None else str(failure) or repr(failure)
+        try:
+            outcomes = self._exchange((told, result))
+        except MarlinMoEError:
+            if failure is None:
+                raise
         if failure is not None:
             raise failure
         for rank, (text, _) in enumerate(outcomes):

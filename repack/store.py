@@ -104,12 +104,13 @@ def repack_checkpoint(
     started = time.monotonic()
     source, destination = model_path(src), Path(dst)
     target = usable_device(device)
-    count = worker_count(workers, target)
     budget = block_bytes or (STREAM_BYTES if target.type == "cpu" else BLOCK_BYTES)
     shared = SharedProgress(progress or NoProgress())
     refuse_nested(source, destination)
     with Checkpoint(source, follow_links=follow_links) as checkpoint:
         plan = _plan(checkpoint, ranks, device=target, follow_links=follow_links)
+        largest = max(layer.file.size_bytes // layer.facts.num_experts for layer in plan.layers)
+        count = worker_count(workers, target, expert_bytes=largest)
         maker = FileMaker(
             checkpoint=checkpoint,
             plan=plan,

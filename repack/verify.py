@@ -106,7 +106,9 @@ def verify_checkpoint(
     manifest = Manifest.read(path)
     source = None if src is None else Checkpoint(src, follow_links=follow_links)
     watcher = SharedProgress(progress or NoProgress())
-    count = worker_count(workers, torch.device("cpu"))
+    sizes = {file.name: file.size_bytes for file in manifest.tensor_files}
+    largest = max((sizes.get(one.file, 0) // one.facts.num_experts for one in manifest.layers), default=0)
+    count = worker_count(workers, torch.device("cpu"), expert_bytes=largest)
     source_bytes = 0 if source is None else sum(entry.nbytes for entry in source.tensors.values())
     watcher.start(manifest.size_bytes + source_bytes)
     try:

@@ -16,6 +16,9 @@ from .progress import Progress
 MAX_WORKERS = 16
 """Workers by default on a machine of many cores: more would only wait for its disk."""
 
+EXPERTS_BYTES = 192 << 20
+"""Experts of this size in all, one a worker, keep a process of default workers well below 1 GB."""
+
 Result = TypeVar("Result")
 
 
@@ -47,10 +50,11 @@ class SharedProgress:
         self._stopped = True
 
 
-def worker_count(workers: int | None, device: torch.device) -> int:
+def worker_count(workers: int | None, device: torch.device, *, expert_bytes: int) -> int:
     """The workers asked for; None is one a core, and on a GPU one, which keeps several blocks on their way.
 
-    A process that torchrun started has its part of the cores.
+    A process that torchrun started has its part of the cores. Each worker holds at least one expert of
+    `expert_bytes`, so there are fewer where experts are large.
     """
     check_type("workers", workers, int, optional=True)
     if workers is not None:
@@ -61,7 +65,9 @@ def worker_count(workers: int | None, device: torch.device) -> int:
         return 1
     here = os.environ.get("LOCAL_WORLD_SIZE", "1")
     processes = int(here) if here.isdecimal() else 1
-    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // max(1, processes)))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    fitting = EXPERTS_BYTES // max(1, expert_bytes)
+    return max(1, min(MAX_WORKERS, fitting, cores // max(1, processes)))
 
 
 def run_all(tasks: Sequence[Callable[[], Result]], workers: int, progress: SharedProgress) -> list[Result]:

@@ -20,7 +20,7 @@ from marlin_moe.repack.errors import PackedError
 from marlin_moe.repack.ranks import ranks_from_environment
 from packed_files import MANIFEST, contents
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
 SPEC = CheckpointSpec(num_layers=6, num_experts=4, shards=3)
 
 
@@ -76,10 +76,10 @@ def test_the_first_error_stops_the_other_workers(single: tuple[Path, Path], tmp_
     assert contents(tmp_path / "packed") == contents(single[1])
 
 
-def torchrun(port: int, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def torchrun(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Four ranks on this machine."""
     own = os.environ | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"} | environment
-    command = [*TORCHRUN, str(port), *arguments]
+    command = [*TORCHRUN, *arguments]
     return subprocess.run(command, env=own, capture_output=True, text=True, check=False, timeout=300)
 
 
@@ -106,18 +106,18 @@ def test_four_ranks_make_the_same_bytes_and_one_may_be_lost(
     source, packed = single[0], tmp_path / "packed"
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    lost = torchrun(29611, str(script), str(source), str(packed), LOST="2")
+    lost = torchrun(str(script), str(source), str(packed), LOST="2")
     assert lost.returncode != 0
     assert f"exitcode  : -{signal.SIGKILL.value}" in lost.stderr, lost.stderr
     assert not (packed / MANIFEST).exists()
     before = {p.name: p.stat().st_ino for p in packed.iterdir() if p.is_file()}
-    again = torchrun(29612, "-m", "marlin_moe.cli", "repack", str(source), str(packed), "--json")
+    again = torchrun("-m", "marlin_moe.cli", "repack", str(source), str(packed), "--json")
     assert again.returncode == 0, again.stderr
     report = json.loads(again.stdout)
     assert (report["ranks"], report["resumed_files"]) == (4, len(before))
     assert all((packed / name).stat().st_ino == inode for name, inode in before.items())
     assert contents(packed) == contents(single[1])
-    fresh = torchrun(29613, "-m", "marlin_moe.cli", "repack", str(source), str(tmp_path / "fresh"))
+    fresh = torchrun("-m", "marlin_moe.cli", "repack", str(source), str(tmp_path / "fresh"))
     assert fresh.returncode == 0, fresh.stderr
     assert contents(tmp_path / "fresh") == contents(single[1])
     assert fresh.stdout.count("layers,") == 1, "one rank reports"
@@ -126,9 +126,7 @@ def test_four_ranks_make_the_same_bytes_and_one_may_be_lost(
 def test_a_refused_source_ends_every_rank_with_the_reason(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "source", SPEC)
     (tmp_path / "source" / "model-00002-of-00003.safetensors").unlink()
-    done = torchrun(
-        29614, "-m", "marlin_moe.cli", "repack", str(tmp_path / "source"), str(tmp_path / "packed")
-    )
+    done = torchrun("-m", "marlin_moe.cli", "repack", str(tmp_path / "source"), str(tmp_path / "packed"))
     assert done.returncode != 0
     assert done.stderr.count("model-00002-of-00003.safetensors") >= 4
     assert not (tmp_path / "packed").exists()
