@@ -7,7 +7,7 @@ to one another only to begin and to end together.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -103,12 +103,14 @@ def ranks_from_environment() -> Iterator[Ranks]:
             f"{', '.join(missing)}. Start it with torchrun, or unset WORLD_SIZE to run alone."
         )
     import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
     ours = not dist.is_initialized()
-    rank = _number("RANK", default=0)
+    rank, store = _number("RANK", default=0), None
     try:
         if ours:
-            dist.init_process_group("gloo", timeout=LONGEST_WAIT)
+            store, _, _ = next(rendezvous("env://", timeout=LONGEST_WAIT))
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=LONGEST_WAIT)
         group = None if ours else dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
     except (RuntimeError, ValueError) as error:
         raise MarlinMoEError(
@@ -118,8 +120,18 @@ def ranks_from_environment() -> Iterator[Ranks]:
         ) from error
     try:
         yield Ranks(rank=rank, size=size, group=group)
+        if store is not None:
+            _leave_together(store, rank, size)
     finally:
         dist.destroy_process_group(group)
+
+
+def _leave_together(store: Any, rank: int, size: int) -> None:
+    """Wait until no rank speaks any more: gloo aborts where a peer's connection closes in mid-sentence."""
+    keys = [f"marlin-moe/left/{number}" for number in range(size)]
+    store.set(keys[rank], "")
+    with suppress(RuntimeError):  # the rank that keeps the store may have gone, after all the others
+        store.wait(keys, timedelta(minutes=1))
 
 
 def _number(name: str, *, default: int) -> int:
