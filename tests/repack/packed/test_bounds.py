@@ -108,8 +108,10 @@ def bytes_read(
     reads: dict[str, list[tuple[int, int]]] = {}
     read = os.preadv
 
-    def preadv(fd: int, buffers: Any, offset: int) -> int:
-        count = read(fd, buffers, offset)
+    def preadv(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        count = read(fd, buffers, offset, flags)
+        if flags:  # whether a page is in memory: no read of tensors
+            return count
         reads.setdefault(os.readlink(f"/proc/self/fd/{fd}"), []).append((offset, count))
         return count
 
