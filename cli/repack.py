@@ -1,5 +1,6 @@
 """`marlin-moe repack SRC DST`."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ from .progress import shown_progress
 
 if TYPE_CHECKING:
     import torch
+
+    from ..repack.store import RepackReport
 
 
 @click.command()
@@ -25,9 +28,20 @@ if TYPE_CHECKING:
     help="Accept projections whose scales are all zero: experts that calibration never reached.",
 )
 @click.option("--follow-links", is_flag=True, help="Follow links that lead out of the directory.")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    help="Files made at once, by threads; by default one a core, on a GPU one.",
+)
 @json_option
 def repack(
-    src: Path, dst: Path, device: "torch.device", allow_dead_experts: bool, follow_links: bool, as_json: bool
+    src: Path,
+    dst: Path,
+    device: "torch.device",
+    allow_dead_experts: bool,
+    follow_links: bool,
+    workers: int | None,
+    as_json: bool,
 ) -> None:
     """Write the checkpoint in SRC anew into DST, with its routed experts in the Marlin layout.
 
@@ -36,23 +50,38 @@ def repack(
     no routed expert is carried over unchanged, and every tensor-parallel and expert-parallel split loads from
     it.
 
+    SRC may also be a model on the Hugging Face Hub: org/model, or org/model@revision. Several machines share
+    a run under torchrun or Slurm (torchrun … -m marlin_moe.cli repack SRC DST): every process takes a part of
+    the layers, the first one writes the manifest. Run the same command again after a fault: it completes what
+    is missing.
+
     \b
     Example:
       marlin-moe repack Qwen3-30B-A3B-W4A16 Qwen3-30B-A3B-marlin
     """
     from ..repack.native.path import native_path
+    from ..repack.ranks import ranks_from_environment
     from ..repack.store import repack_checkpoint
 
-    click.echo(f"repacking weights by {native_path(device)}", err=True)
-    with shown_progress("repack") as progress:
-        report = repack_checkpoint(
-            src,
-            dst,
-            device=device,
-            allow_dead_experts=allow_dead_experts,
-            follow_links=follow_links,
-            progress=progress,
-        )
+    with ranks_from_environment() as ranks:
+        if ranks.is_first:
+            click.echo(f"repacking weights by {native_path(device)}", err=True)
+        with shown_progress("repack") if ranks.is_first else nullcontext() as progress:
+            report = repack_checkpoint(
+                src,
+                dst,
+                device=device,
+                allow_dead_experts=allow_dead_experts,
+                follow_links=follow_links,
+                workers=workers,
+                ranks=ranks,
+                progress=progress,
+            )
+    if ranks.is_first:
+        _print(report, dst, src, as_json=as_json)
+
+
+def _print(report: "RepackReport", dst: Path, src: Path, *, as_json: bool) -> None:
     if as_json:
         print_json(report.as_dict())
         return

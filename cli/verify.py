@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 @click.argument("packed", type=click.Path(path_type=Path))
 @click.argument("src", type=click.Path(path_type=Path), required=False)
 @click.option("--follow-links", is_flag=True, help="Follow links that lead out of SRC.")
+@click.option(
+    "--workers", type=click.IntRange(min=1), help="Files and layers compared at once; by default one a core."
+)
 @json_option
-def verify(packed: Path, src: Path | None, follow_links: bool, as_json: bool) -> None:
+def verify(packed: Path, src: Path | None, follow_links: bool, workers: int | None, as_json: bool) -> None:
     """Prove that the packed checkpoint in PACKED is whole and, with SRC, that it equals its source.
 
     Without SRC every file and tensor is hashed and compared with the manifest. With SRC the packed experts
@@ -33,7 +36,7 @@ def verify(packed: Path, src: Path | None, follow_links: bool, as_json: bool) ->
     from ..repack.verify import verify_checkpoint
 
     with shown_progress("verify") as progress:
-        report = verify_checkpoint(packed, src, follow_links=follow_links, progress=progress)
+        report = verify_checkpoint(packed, src, follow_links=follow_links, workers=workers, progress=progress)
     if as_json:
         print_json(report.as_dict())
     elif report.ok:

@@ -3,9 +3,10 @@
 errors          errors of reading, repacking and storing
 tensor_file     one safetensors file: header checked, tensors read by position
 checkpoint      a directory: config, index, tensors read when asked for
+model_path      a directory, or the name of a model on the hub
 experts         where the routed experts of a checkpoint are
 scheme          quantization_config to the QuantScheme of one MoE layer
-staging         blocks on their way from files to a GPU
+staging         memory that blocks are read into, and their way to a GPU
 states          what flows between stages: ExpertTensors, State, Context
 quant_methods   one file per quantization tool: its config, its tensors
 layers          the quantized MoE layers of an open checkpoint, in order
@@ -18,6 +19,8 @@ pipeline        the stages in order, checked to fit
 blocks          a pipeline over blocks of experts, under a byte budget
 process         process_weights, update_weights_
 progress        what a long run tells whoever watches it
+workers         files made side by side, by threads
+ranks           processes that share one run
 packed          the packed checkpoint: its files, manifest, journal, reader
 load            load_layers
 store           source to packed checkpoint: repack_checkpoint

@@ -15,14 +15,17 @@ import torch
 from ..kernels.layout import TILE_N
 from .errors import ExpertsError, PipelineError, ShardError, report
 from .pipeline import CHECKPOINT_FIELDS, Pipeline
-from .staging import Lane, hand_over, lane_count, make_lanes, read_ahead
+from .staging import HostMemory, Lane, hand_over, lane_count, make_lanes, read_ahead
 from .states import Context, ExpertFacts, ExpertTensors, State
 
 BLOCK_BYTES = 128 << 20
 """Source bytes that the blocks in flight hold by default: one block, on a GPU several small ones."""
 
-LANE_SPARE_BYTES = 64 << 10
-"""Pinned memory of a lane beyond a block's bytes, so that every tensor can begin aligned."""
+STREAM_BYTES = 32 << 20
+"""The same from file to file on a CPU: small blocks stay in its caches, from reading to writing."""
+
+SPARE_BYTES = 64 << 10
+"""Memory to read into beyond a block's bytes, so that every tensor can begin aligned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +92,13 @@ def run_blocks(
     }
     destination.allocate(specs)
     lanes, chosen = _lanes(pipeline, experts, rank, context, block_bytes)
+    memory = None if lanes else _memory(pipeline, experts, chosen[0], context)
 
     def read(block: range, lane: Lane | None) -> tuple[State, list[str]]:
         """A block in its first state, after the stage that reads files, and the problems found there."""
-        own = replace(context, staging=lane, problems=[])
+        if memory is not None:
+            memory.clear()
+        own = replace(context, staging=lane or memory, problems=[])
         state = State(experts=block, facts=facts, fields={"expert_tensors": experts})
         return pipeline.read_block(state, own), own.problems
 
@@ -175,7 +181,7 @@ def lane_blocks(
     """
     share = block_bytes // max(1, 2 * lane_count(device))
     chosen = list(blocks(experts, rank, block_bytes=share))
-    per_lane = len(chosen[0]) * expert_bytes(experts, rank[0]) + LANE_SPARE_BYTES
+    per_lane = len(chosen[0]) * expert_bytes(experts, rank[0]) + SPARE_BYTES
     return make_lanes(device, per_lane), chosen
 
 
@@ -186,6 +192,18 @@ def _lanes(
     if pipeline.reads_files and not experts.source.fills_any_device:
         return lane_blocks(experts, rank, context.device, block_bytes=block_bytes)
     return (), list(blocks(experts, rank, block_bytes=block_bytes))
+
+
+def _memory(pipeline: Pipeline, experts: ExpertTensors, block: range, context: Context) -> HostMemory | None:
+    """What blocks are read into, one after another, where files are read in this thread."""
+    if not pipeline.reads_files or experts.source.fills_any_device or context.device.type == "meta":
+        return None
+    return block_memory(experts, block)
+
+
+def block_memory(experts: ExpertTensors, block: range) -> HostMemory:
+    """Memory for a block's source tensors."""
+    return HostMemory(len(block) * expert_bytes(experts, block[0]) + SPARE_BYTES)
 
 
 def _place(state: State, slots: Mapping[str, torch.Tensor]) -> None:

@@ -18,6 +18,7 @@ from .check import expert_facts
 from .checkpoint import Checkpoint
 from .errors import SchemeError
 from .layers import moe_layers
+from .model_path import model_path
 from .native.cuda_repack import build_specs as repack_specs
 from .packed.names import is_packed
 from .packed.reader import PackedCheckpoint
@@ -118,6 +119,7 @@ def build_kernels(
 
 def layer_facts(path: str | Path) -> tuple[list[ExpertFacts], int | None]:
     """(the facts of every WNA16 MoE layer of a directory, packed or not, its config's top_k)."""
+    path = model_path(path)
     if is_packed(path):
         with PackedCheckpoint(path) as packed:
             return [layer.facts for layer in packed.layers()], packed.checkpoint.top_k

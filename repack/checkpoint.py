@@ -8,7 +8,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
@@ -123,6 +123,15 @@ class Checkpoint:
         """Fill `out` (CPU, contiguous) with the bytes of tensor `name`."""
         self.files[self.tensors[name].file].read_into(name, out)
 
+    def read_all(self, wanted: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill tensors (CPU, contiguous) with those of their names: file after file, front to back."""
+        found = [(self.tensors[name], out) for name, out in wanted]
+        of_file: dict[str, list[tuple[TensorEntry, torch.Tensor]]] = {}
+        for entry, out in sorted(found, key=lambda item: item[0].offset_bytes):
+            of_file.setdefault(entry.file, []).append((entry, out))
+        for name, reads in of_file.items():
+            self.files[name].read_all(reads)
+
     def read_part_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """Fill `out` (CPU, contiguous) with elements of tensor `name` from `start` on."""
         self.files[self.tensors[name].file].read_part_into(name, start, out)
@@ -142,7 +151,7 @@ class Checkpoint:
         present = sorted(p.name for p in self.path.glob("*.safetensors"))
         if self.index is not None:
             chosen = list(dict.fromkeys(self._weight_map().values()))
-            wrong = [name for name in chosen if not _is_below(name)]
+            wrong = [name for name in chosen if not is_below(name)]
             if wrong:
                 raise CheckpointError(
                     f"{self.path}: expected file names inside the directory, got "
@@ -219,7 +228,7 @@ def _what_stands_at(path: Path) -> str | None:
     return "a file" if stat.S_ISREG(mode) else file_kind(mode)
 
 
-def _is_below(name: str) -> bool:
+def is_below(name: str) -> bool:
     """Whether `name` can be that of a file below a directory."""
     parts = PurePosixPath(name).parts
     inner = bool(parts) and not name.startswith("/") and ".." not in parts
@@ -252,7 +261,7 @@ def inside(directory: Path, name: str, *, follow_links: bool = False) -> Path:
     Links are followed inside the directory and, from a hub snapshot (`…/snapshots/<revision>`), into the same
     repository's `blobs`; any other link out is refused unless `follow_links`.
     """
-    if not _is_below(name):
+    if not is_below(name):
         raise CheckpointError(
             f"{directory}: expected file names inside the directory, got {name!r} in its index."
         )

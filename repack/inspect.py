@@ -26,6 +26,7 @@ from .inspect_report import (
     warnings_about,
 )
 from .layers import layer_source
+from .model_path import model_path
 from .packed.names import is_packed
 from .states import ExpertTensors
 
@@ -39,7 +40,7 @@ def inspect_checkpoint(
     """What the MoE layers of a checkpoint directory are, and what a TP x EP split would make of them.
 
     Args:
-        path: a source checkpoint or a packed one.
+        path: a source checkpoint or a packed one, or `org/model` on the Hugging Face Hub.
         tp: ranks to split each layer's intermediate size over.
         ep: ranks to split its experts over.
         follow_links: follow links out of the directory.
@@ -49,8 +50,9 @@ def inspect_checkpoint(
             layers is in the report.
     """
     Shard(0, tp), Shard(0, ep)  # refuses sizes below 1 before anything is read
+    path = model_path(path)
     if is_packed(path):
-        return inspect_packed(Path(path), tp=tp, ep=ep)
+        return inspect_packed(path, tp=tp, ep=ep)
     with Checkpoint(path, follow_links=follow_links) as checkpoint:
         modules, refused = _experts_modules(checkpoint.tensors)
         layers = []

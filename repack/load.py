@@ -10,6 +10,7 @@ from ..kernels.device import usable_device
 from ..kernels.layer import WHOLE, MarlinMoELayer, Shard
 from .checkpoint import Checkpoint
 from .layers import moe_layers
+from .model_path import model_path
 from .packed.load import load_packed_layers
 from .packed.names import is_packed
 from .process import Recipe
@@ -32,7 +33,9 @@ def load_layers(
     """Module name -> `MarlinMoELayer` of every WNA16 MoE layer of a checkpoint directory.
 
     Args:
-        path: a source checkpoint, which is repacked in memory, or a packed one, which is only read.
+        path: a source checkpoint, which is repacked in memory, or a packed one, which is only read; or the
+            name of one on the Hugging Face Hub (`org/model`). On a CPU the tensors of a packed one are maps
+            of its files, which must stay as they are.
         device: where the layers lie.
         tp: this rank's slice of the intermediate size.
         ep: this rank's experts: rank q of size s has [q*E//s, (q+1)*E//s). Router ids stay global.
@@ -53,6 +56,7 @@ def load_layers(
             text.
     """
     target = usable_device(device)
+    path = model_path(path)
     check_type("max_tokens", max_tokens, int)
     check_type("top_k", top_k, int, optional=True)
     if only is not None:

@@ -14,6 +14,8 @@ StageFunction = Callable[[State, Context], State]
 class Stage:
     """One step of the pipeline.
 
+    On a CPU the next block is read over the fields of the one before: what is kept beyond a block is cloned.
+
     Attributes:
         name: as in `Pipeline.without(name)`.
         function: (state, context) -> state. It is also called once on meta tensors, to learn shapes.

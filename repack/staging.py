@@ -1,11 +1,13 @@
-"""Blocks on their way from files to a GPU: pinned memory, a stream and a thread each, several at once.
+"""Memory that blocks are read into, one after another; for a GPU pinned, with a stream and a thread each.
 
     lane 0   read block 0 | copy | ...........| read block 4 |
     lane 1    read block 1  | copy |            ...
     caller                    stages of block 0 | stages of block 1 | ...
 
-A lane reads into its pinned memory, copies on its stream and waits for the copies; other lanes read
-meanwhile, and the caller's stages run on the caller's own stream. Results come in order.
+On a CPU one block follows the other in one `HostMemory`: the same pages, touched once. For a GPU several
+blocks are on their way at once. A lane reads into its pinned memory, copies on its stream and waits for the
+copies; other lanes read meanwhile, and the caller's stages run on the caller's own stream. Results come in
+order.
 """
 
 import math
@@ -25,31 +27,43 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Lane:
-    """Pinned memory that a thread reads a block into, and the stream that copies it to a device."""
+class HostMemory:
+    """CPU memory that blocks are read into, one after another."""
 
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        self.device = device
-        self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
+        self._pinned = pinned
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         self._used_bytes = 0
-        self._stream = torch.cuda.Stream(device)
+
+    def clear(self) -> None:
+        """For the next block: tensors of the one before will be written over."""
+        self._used_bytes = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
-        """A contiguous CPU tensor in pinned memory, for as long as `work` lasts; `dtype` as in `torch.empty`.
+        """A contiguous CPU tensor, until the next `clear`; `dtype` as in `torch.empty`.
 
-        Beside the lane's own where that is full: converted or repeated scales take more than in the file.
+        Beside the memory where that is full: converted or repeated scales take more than in the file.
         """
         dtype = dtype or torch.get_default_dtype()
         nbytes = math.prod(shape) * dtype.itemsize
         start, self._used_bytes = self._used_bytes, self._used_bytes + aligned(nbytes)
         if self._used_bytes > self._memory.numel():
-            return torch.empty(shape, dtype=dtype, pin_memory=True)
+            return torch.empty(shape, dtype=dtype, pin_memory=self._pinned)
         return self._memory[start : start + nbytes].view(dtype).view(shape)
+
+
+class Lane(HostMemory):
+    """Pinned memory that a thread reads a block into, and the stream that copies it to a device."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        super().__init__(nbytes, pinned=True)
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
 
     @contextmanager
     def work(self) -> Iterator[None]:
         """The lane's stream as the current one, its memory empty; at the end all on the stream is done."""
-        self._used_bytes = 0
+        self.clear()
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             try:
                 yield

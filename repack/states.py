@@ -4,7 +4,7 @@ Letters: B experts of a block, R projections of a matrix (gate and up: 2, down: 
 along K.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
@@ -15,7 +15,7 @@ from .checkpoint import Checkpoint
 from .errors import ExpertsError, PipelineError
 from .experts.find import ExpertsModule, below, find_experts
 from .experts.fused_source import FusedSource
-from .staging import Lane
+from .staging import HostMemory
 from .tensor_file import DTYPE_NAMES, DTYPES
 
 Shapes: TypeAlias = Mapping[str, tuple[torch.dtype | None, tuple[int, ...]]]
@@ -31,6 +31,9 @@ class TensorSource(Protocol):
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Fill `out` with tensor `name`."""
+
+    def read_all(self, wanted: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill each tensor with the one of its name, in the order that suits the source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +143,10 @@ class ExpertTensors:
         """Fill `out` (CPU, contiguous) with the tensor at `key` below the module."""
         self.source.read_into(self.full_name(key), out)
 
+    def read_all(self, wanted: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill each tensor (CPU, contiguous) with that at its key below the module."""
+        self.source.read_all((self.full_name(key), out) for key, out in wanted)
+
     def read(self, key: str) -> torch.Tensor:
         """A new CPU tensor with the values at `key` below the module."""
         dtype, shape = self.shapes[key]
@@ -158,6 +165,11 @@ class MappingSource:
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Copy tensor `name` into `out`."""
         out.copy_(self.tensors[name].detach())
+
+    def read_all(self, wanted: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy the named tensors."""
+        for name, out in wanted:
+            self.read_into(name, out)
 
     def read_part_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """Copy the elements of tensor `name` from `start` on into `out`."""
@@ -273,8 +285,8 @@ class Context:
         problems: collected over all blocks and raised together as one error at the end of the layer.
         allow_dead_experts: accept a projection whose scales are all zero.
         top_k, max_tokens: for the workspace.
-        staging: where a stage that reads files reads them before they are copied to the device; None where
-            it reads into memory of its own.
+        staging: where a stage that reads files reads them; the next block is read over it. None where it
+            reads into memory of its own.
     """
 
     device: torch.device
@@ -287,7 +299,7 @@ class Context:
     allow_dead_experts: bool = False
     top_k: int | None = None
     max_tokens: int = 8192
-    staging: Lane | None = None
+    staging: HostMemory | None = None
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:

@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,23 +10,21 @@ from typing import Any
 import torch
 
 from ..kernels.device import usable_device
-from .blocks import BLOCK_BYTES, run_blocks
+from .blocks import BLOCK_BYTES, STREAM_BYTES
 from .checkpoint import Checkpoint, shorten
 from .errors import CheckpointError, MarlinMoEWarning
+from .model_path import model_path
 from .native.path import native_path
-from .packed.companions import copy_file, write_content
-from .packed.durable import system_errors
+from .packed.companions import write_content
+from .packed.durable import canonical_json, digest, system_errors
 from .packed.journal import Journal, refuse_nested
-from .packed.layer_file import LayerFile
-from .packed.load import refuse_dead
+from .packed.make_files import FileMaker, Records, layer_records, manifest_of
 from .packed.manifest import Manifest
 from .packed.names import MANIFEST, VERSION
-from .packed.records import LayerRecord, PlainFileRecord, TensorFileRecord
-from .packed.repack_plan import LayerPlan, RepackPlan, offline_context, plan_repack, source_mtimes
-from .packed.rest_files import write_rest_file
-from .packed.source_checks import source_checks
-from .pipeline import Pipeline
+from .packed.repack_plan import RepackPlan, plan_repack, source_mtimes
 from .progress import NoProgress, Progress
+from .ranks import ALONE, Ranks
+from .workers import SharedProgress, run_all, worker_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +42,7 @@ class RepackReport:
         carried_files: companions copied: tokenizer, code, ….
         left_out: files of the source that were not copied: other weights, links to folders.
         native_path: what repacked the weights: the C loop, the CUDA kernel or torch operations.
+        workers, ranks: files made at once by each process; processes.
         warnings: what was said.
     """
 
@@ -58,6 +58,8 @@ class RepackReport:
     carried_files: tuple[str, ...]
     left_out: tuple[str, ...]
     native_path: str
+    workers: int
+    ranks: int
     warnings: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -72,44 +74,53 @@ def repack_checkpoint(
     device: torch.device | str | int = "cpu",
     allow_dead_experts: bool = False,
     follow_links: bool = False,
-    block_bytes: int = BLOCK_BYTES,
+    workers: int | None = None,
+    ranks: Ranks = ALONE,
+    block_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> RepackReport:
     """Write the packed checkpoint of a source: experts in the Marlin layout, everything else unchanged.
 
-    Memory stays at a block of experts, whatever the size of a layer. Files get their names when they are
-    complete, the manifest last; a stopped run resumes when it is called again and redoes no finished file.
+    Memory stays at the blocks of experts in flight, whatever the size of a layer. Files get their names when
+    they are complete, the manifest last; a stopped run resumes when it is called again and redoes no finished
+    file. The bytes do not depend on device, workers or ranks.
 
     Args:
-        src: a source checkpoint, which is only read.
+        src: a source checkpoint, which is only read: a directory, or `org/model` on the Hugging Face Hub.
         dst: a directory that does not exist, is empty, or holds an interrupted run of the same source.
         device: where the stages run; the bytes are the same everywhere.
         allow_dead_experts: accept a projection whose scales are all zero.
         follow_links: follow links that lead out of the source's directory.
-        block_bytes: source bytes that the blocks of experts in flight hold; on a GPU also the pinned memory.
-        progress: follows the bytes written.
+        workers: files made at once, by threads; by default one a core, on a GPU one.
+        ranks: the processes that share the run (`ranks_from_environment`); each makes its share of the files.
+        block_bytes: source bytes that the blocks of experts in flight hold, all workers together, and at
+            least one expert each; on a GPU also the pinned memory. By default 32 MiB, on a GPU 128.
+        progress: follows the bytes that this process writes.
 
     Raises:
         MarlinMoEError: a source that cannot be loaded, a destination that is taken, a fault of the system
             with its errno. What is left never loads.
     """
     started = time.monotonic()
-    source, destination = Path(src), Path(dst)
+    source, destination = model_path(src), Path(dst)
     target = usable_device(device)
+    budget = block_bytes or (STREAM_BYTES if target.type == "cpu" else BLOCK_BYTES)
+    shared = SharedProgress(progress or NoProgress())
     refuse_nested(source, destination)
     with Checkpoint(source, follow_links=follow_links) as checkpoint:
-        plan = plan_repack(checkpoint, device=target, follow_links=follow_links)
-        run = _Run(
+        plan = _plan(checkpoint, ranks, device=target, follow_links=follow_links)
+        largest = max(layer.file.size_bytes // layer.facts.num_experts for layer in plan.layers)
+        count = worker_count(workers, target, expert_bytes=largest)
+        maker = FileMaker(
             checkpoint=checkpoint,
             plan=plan,
-            journal=Journal(destination, _identity(plan)),
-            progress=progress or NoProgress(),
+            journal=Journal(destination, _identity(plan), ranks=ranks),
+            progress=shared,
             allow_dead_experts=allow_dead_experts,
-            block_bytes=block_bytes,
+            block_bytes=budget // count,
             device=target,
         )
-        with run.journal:
-            manifest = run.write()
+        manifest, resumed = _Run(maker=maker, ranks=ranks, workers=count, progress=shared).write()
         said = _left_out_warning(source, (*checkpoint.left_out, *plan.companions.left_out))
         return RepackReport(
             source=str(source),
@@ -119,111 +130,127 @@ def repack_checkpoint(
             packed_bytes=manifest.size_bytes + len(manifest.as_bytes()),
             layers=len(plan.layers),
             files=len(manifest.file_names),
-            resumed_files=run.journal.resumed_files,
+            resumed_files=resumed,
             carried_tensors=sum(len(file.entries) for file in plan.rest),
             carried_files=plan.companions.names,
             left_out=tuple(sorted({*checkpoint.left_out, *plan.companions.left_out})),
             native_path=str(native_path(target)),
+            workers=count,
+            ranks=ranks.size,
             warnings=said,
         )
 
 
+def _plan(checkpoint: Checkpoint, ranks: Ranks, *, device: torch.device, follow_links: bool) -> RepackPlan:
+    """The plan, which all ranks must have alike."""
+    made: list[RepackPlan] = []
+
+    def step() -> str:
+        made.append(plan_repack(checkpoint, device=device, follow_links=follow_links))
+        return digest(canonical_json(_identity(made[0])))
+
+    found = ranks.together(step)
+    others = [str(rank) for rank, identity in enumerate(found) if identity != found[0]]
+    if others:
+        raise CheckpointError(
+            f"{checkpoint.path}: expected all ranks to see the same source (names, sizes, headers, times of "
+            f"change), got another one on rank {', '.join(others)} than on rank 0. Give all of them one "
+            "directory."
+        )
+    return made[0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    checkpoint: Checkpoint
-    plan: RepackPlan
-    journal: Journal
-    progress: Progress
-    allow_dead_experts: bool
-    block_bytes: int
-    device: torch.device
+    """The order of a run: rank 0 opens it, all ranks make their share, rank 0 closes it."""
 
-    def write(self) -> Manifest:
-        """Every file that is not finished yet, then the manifest."""
-        journal, plan = self.journal, self.plan
-        if journal.completed:
-            manifest = Manifest.read(journal.destination)
-            journal.resumed_files = len(manifest.file_names)
-            journal.complete()
-            return manifest
-        with system_errors(f"{self.checkpoint.path}: reading the sizes of its files"):
-            total = plan.total_bytes(self.checkpoint.path)
-        self.progress.start(total)
-        layers, tensor_files = [], []
-        for layer in plan.layers:
-            record, file = self._layer(layer)
-            layers.append(record)
-            tensor_files.append(file)
-        for rest in plan.rest:
-            done = self._finished(rest.name) or self._finish(
-                rest.name, {"file": write_rest_file(self.checkpoint, journal, rest, self.progress).as_json()}
-            )
-            tensor_files.append(TensorFileRecord.from_json(done["file"]))
-        manifest = Manifest(
-            layers=tuple(layers),
-            tensor_files=tuple(tensor_files),
-            plain_files=tuple(self._plain_files()),
-            source=plan.source,
-        )
-        self._refuse_changed_source()
-        content = manifest.as_bytes()
-        write_content(journal, MANIFEST, content, NoProgress())
-        journal.finish(MANIFEST, {"file": {"name": MANIFEST, "size_bytes": len(content)}})
-        journal.complete()
-        return manifest
+    maker: FileMaker
+    ranks: Ranks
+    workers: int
+    progress: SharedProgress
 
-    def _layer(self, layer: LayerPlan) -> tuple[LayerRecord, TensorFileRecord]:
-        name = layer.file.name
-        done = self._finished(name)
-        if done is None:
-            dead: list[str] = []
-            pipeline = Pipeline.offline().insert_after("gather", source_checks(dead))
-            context = offline_context(layer.source, self.device, allow_dead_experts=self.allow_dead_experts)
-            with LayerFile(
-                self.journal, layer.file, layer.source.name, device=self.device, progress=self.progress
-            ) as file:
-                experts, facts = layer.source.experts, layer.facts
-                run_blocks(pipeline, experts, facts, context, file, block_bytes=self.block_bytes)
-                record = file.finish()
-            done = self._finish(name, {"file": record.as_json(), "dead_projections": dead})
-        result = layer.record(tuple(done["dead_projections"]))
-        refuse_dead(result, allowed=self.allow_dead_experts)
-        return result, TensorFileRecord.from_json(done["file"])
+    @property
+    def journal(self) -> Journal:
+        return self.maker.journal
 
-    def _plain_files(self) -> list[PlainFileRecord]:
-        records = []
-        for name in (*self.plan.companions.names, *self.plan.contents):
-            done = self._finished(name)
-            if done is None:
-                content = self.plan.contents.get(name)
-                if content is None:
-                    place = self.checkpoint.path / name
-                    record = copy_file(place, self.journal, name, self.progress)
-                else:
-                    record = write_content(self.journal, name, content, self.progress)
-                done = self._finish(name, {"file": record.as_json()})
-            records.append(PlainFileRecord.from_json(done["file"]))
-        return records
+    def write(self) -> tuple[Manifest, int]:
+        """Every file that is not finished yet, then the manifest; how many an earlier run had finished."""
+        with ExitStack() as stack:
+            finished = self._open(stack)
+            if finished is None:
+                manifest = Manifest.read(self.journal.destination)
+                self.ranks.together(self._complete)
+                return manifest, len(manifest.file_names)
+            records = finished | self._make(finished)
+            allowed = self.maker.allow_dead_experts
+            manifest = manifest_of(self.maker.plan, records, allow_dead_experts=allowed)
+            self.ranks.together(self._refuse_changed_source)
+            self.ranks.together(lambda: self._publish(manifest))
+            return manifest, len(finished)
 
-    def _finished(self, name: str) -> dict[str, Any] | None:
-        done = self.journal.finished(name)
-        if done is not None:
-            self.progress.advance(done["file"]["size_bytes"], name)
-        return done
+    def _open(self, stack: ExitStack) -> Records | None:
+        """The files that an earlier run finished, as rank 0 sees them; None where it finished all."""
 
-    def _finish(self, name: str, record: dict[str, Any]) -> dict[str, Any]:
-        self.journal.finish(name, record)
-        return record
+        def first() -> Records | None:
+            if not self.ranks.is_first:
+                return None
+            stack.enter_context(self.journal)
+            if self.journal.completed:
+                return None
+            names = [task.name for task in self.maker.tasks()]
+            return {name: done for name in names if (done := self.journal.finished(name)) is not None}
+
+        def others() -> None:
+            if not self.ranks.is_first:
+                stack.enter_context(self.journal)
+
+        finished = self.ranks.together(first)[0]
+        self.ranks.together(others)
+        return finished
+
+    def _make(self, finished: Records) -> Records:
+        """The files that are not finished, this rank's by its workers; the records of all ranks."""
+        allowed = self.maker.allow_dead_experts
+
+        def share() -> Records:
+            layer_records(self.maker.plan, finished, allow_dead_experts=allowed)
+            with system_errors(f"{self.maker.checkpoint.path}: looking at its files"):
+                tasks = [task for task in self.maker.tasks() if task.name not in finished]
+            mine = self.ranks.share(tasks)
+            earlier = {name: record["file"]["size_bytes"] for name, record in finished.items()}
+            self.progress.start(sum(earlier.values()) + sum(task.size_bytes for task in mine))
+            for name, size_bytes in earlier.items():
+                self.progress.advance(size_bytes, name)
+            made: Records = {}
+            for batch in ([t for t in mine if t.is_layer], [t for t in mine if not t.is_layer]):
+                records = run_all([task.make for task in batch], self.workers, self.progress)
+                made |= {task.name: record for task, record in zip(batch, records, strict=True)}
+            return made
+
+        return {name: record for part in self.ranks.together(share) for name, record in part.items()}
 
     def _refuse_changed_source(self) -> None:
-        with system_errors(f"{self.checkpoint.path}: looking at its files again"):
-            now = source_mtimes(self.checkpoint, self.plan.companions)
-        changed = [name for name, mtime in self.plan.mtimes_ns.items() if now.get(name) != mtime]
+        checkpoint, plan = self.maker.checkpoint, self.maker.plan
+        with system_errors(f"{checkpoint.path}: looking at its files again"):
+            now = source_mtimes(checkpoint, plan.companions)
+        changed = [name for name, mtime in plan.mtimes_ns.items() if now.get(name) != mtime]
         if changed:
             raise CheckpointError(
-                f"{self.checkpoint.path}: expected a source that stays as it is while it is repacked, got "
+                f"{checkpoint.path}: expected a source that stays as it is while it is repacked, got "
                 f"a change of {shorten(changed)}. Remove {self.journal.destination} and run it again."
             )
+
+    def _publish(self, manifest: Manifest) -> None:
+        if self.ranks.is_first:
+            if self.journal.finished(MANIFEST) is None:
+                content = manifest.as_bytes()
+                write_content(self.journal, MANIFEST, content, NoProgress())
+                self.journal.finish(MANIFEST, {"file": {"name": MANIFEST, "size_bytes": len(content)}})
+            self.journal.complete()
+
+    def _complete(self) -> None:
+        if self.ranks.is_first:
+            self.journal.complete()
 
 
 def _identity(plan: RepackPlan) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +33,16 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+READ_AHEAD_BYTES = 128 << 10
+"""The usual read-ahead of a disk (/sys/block/*/queue/read_ahead_kb)."""
+
+PROBED_BYTES = 8 << 20
+"""Whether a stretch of these bytes is in memory is told by its last page."""
+
+MOST_BUFFERS = 512
+"""Of one read; Linux takes 1024."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +118,34 @@ class TensorFile:
             )
         self.read_bytes(entry.offset_bytes, tensor_bytes(out), what=name)
 
+    def read_all(self, wanted: Iterable[tuple[TensorEntry, torch.Tensor]]) -> None:
+        """Fill tensors (CPU, contiguous), whose entries come by offset; neighbours by one system call."""
+        together: list[tuple[TensorEntry, memoryview]] = []
+        for entry, out in wanted:
+            if out.nbytes != entry.nbytes:
+                raise CheckpointError(
+                    f"{entry.name}: expected a buffer of {entry.nbytes} bytes, got one of {out.nbytes}."
+                )
+            end = together[-1][0].offset_bytes + together[-1][0].nbytes if together else None
+            if end != entry.offset_bytes or len(together) == MOST_BUFFERS:
+                self._read_together(together)
+                together = []
+            together.append((entry, tensor_bytes(out)))
+        self._read_together(together)
+
+    def _read_together(self, reads: list[tuple[TensorEntry, memoryview]]) -> None:
+        """Tensors that lie side by side; whatever one call leaves is read, and reported, tensor by tensor."""
+        done = 0
+        if len(reads) > 1:
+            try:
+                done = os.preadv(self._fd, [buffer for _, buffer in reads], reads[0][0].offset_bytes)
+            except OSError:
+                done = 0
+        for entry, buffer in reads:
+            had = min(done, len(buffer))
+            done -= had
+            self.read_bytes(entry.offset_bytes + had, buffer[had:], what=entry.name)
+
     def read_part_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """Fill `out` (CPU, contiguous, of the tensor's dtype) with elements from `start` on."""
         entry = self.entries[name]
@@ -127,7 +165,8 @@ class TensorFile:
                 count = os.preadv(self._fd, [buffer[done:]], offset + done)
             except OSError as error:
                 raise CheckpointError(
-                    f"{what}: reading {self.path} failed at byte {offset + done}: {error.strerror}."
+                    f"{what}: reading {self.path} failed at byte {offset + done}: {error.strerror} "
+                    f"(errno {error.errno}). Mend the disk or fetch the file again."
                 ) from error
             if count == 0:
                 raise CheckpointError(
@@ -135,6 +174,36 @@ class TensorFile:
                     f"after {done} of them. It was cut short while it was read; fetch it again."
                 )
             done += count
+
+    def read_ahead(self, offset: int, nbytes: int) -> None:
+        """Ask the kernel to have these bytes in memory soon, where it takes such advice.
+
+        It reads as fast as the disk gives, without waiting for a page to be touched; Linux takes no more of
+        one request than the disk's read-ahead. Stretches that are in memory already are passed over.
+        """
+        if not hasattr(os, "posix_fadvise"):
+            return
+        stop = offset + nbytes
+        for stretch in range(offset, stop, PROBED_BYTES):
+            end = min(stretch + PROBED_BYTES, stop)
+            if self._in_memory(end - 1):
+                continue
+            for start in range(stretch, end, READ_AHEAD_BYTES):
+                count = min(READ_AHEAD_BYTES, end - start)
+                os.posix_fadvise(self._fd, start, count, os.POSIX_FADV_WILLNEED)
+
+    def _in_memory(self, offset: int) -> bool:
+        """Whether the page of a byte is, as far as the system says."""
+        if not hasattr(os, "RWF_NOWAIT"):
+            return False
+        try:
+            return os.preadv(self._fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+        except OSError:  # not there, or a file system that cannot tell
+            return False
+
+    def fileno(self) -> int:
+        """The descriptor."""
+        return self._fd
 
     def close(self) -> None:
         """Close the file; reads fail afterwards."""

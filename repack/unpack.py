@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .blocks import BLOCK_BYTES
+from .blocks import STREAM_BYTES
 from .checkpoint import CONFIG, INDEX, shorten
 from .errors import PackedError
+from .model_path import model_path
 from .packed.companions import copy_file, write_content
 from .packed.durable import COPY_BYTES, digest
 from .packed.journal import Journal, refuse_nested
@@ -58,7 +59,7 @@ def unpack_checkpoint(
     packed: str | Path,
     dst: str | Path,
     *,
-    block_bytes: int = BLOCK_BYTES,
+    block_bytes: int = STREAM_BYTES,
     progress: Progress | None = None,
 ) -> UnpackReport:
     """Write the source of a packed checkpoint again: the same files with the same bytes.
@@ -80,7 +81,7 @@ def unpack_checkpoint(
             fault of the system with its errno.
     """
     started = time.monotonic()
-    path, destination = Path(packed), Path(dst)
+    path, destination = model_path(packed), Path(dst)
     refuse_nested(path, destination)
     with PackedCheckpoint(path) as opened:
         run = _Run(
@@ -164,6 +165,12 @@ class _Run:
             buffer = bytearray(COPY_BYTES)
             of_layers = self._entries_of_layers(plan)
             owned = {entry.name for entries in of_layers.values() for entry in entries}
+            lost = [n for n in plan.entries if n not in owned and n not in self.packed.checkpoint.tensors]
+            if lost:
+                raise PackedError(
+                    f"{self.packed.path}: expected every tensor that {SOURCE_FILES} lists, got none of "
+                    f"{shorten(lost)}. Repack the source again."
+                )
             for name in plan.entries:
                 if name not in owned:
                     for piece in read_tensor(

@@ -1,21 +1,27 @@
 """Prove that a packed checkpoint is whole and, given its source, equal to it: `verify_checkpoint`."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .blocks import BLOCK_BYTES
+import torch
+
+from .blocks import STREAM_BYTES
 from .checkpoint import Checkpoint
 from .errors import PackedError
-from .packed.compare import source_problems
+from .model_path import model_path
+from .packed.compare import source_comparisons
 from .packed.differences import Problem
 from .packed.integrity import hash_problems, header_problems, layer_problems, size_problems, unlisted_files
 from .packed.manifest import Manifest
 from .packed.names import MANIFEST, is_packed
 from .packed.reader import PackedCheckpoint
+from .packed.records import PlainFileRecord, TensorFileRecord
 from .progress import NoProgress, Progress
+from .workers import SharedProgress, run_all, worker_count
 
 MAX_PROBLEMS = 1000
 """A report lists at most as many problems and counts the rest."""
@@ -62,7 +68,8 @@ def verify_checkpoint(
     src: str | Path | None = None,
     *,
     follow_links: bool = False,
-    block_bytes: int = BLOCK_BYTES,
+    workers: int | None = None,
+    block_bytes: int = STREAM_BYTES,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Whether a packed checkpoint is whole, and whether it is its source.
@@ -73,9 +80,11 @@ def verify_checkpoint(
 
     Args:
         packed: a packed checkpoint.
-        src: its source.
+        src: its source. Both may be models on the Hugging Face Hub (`org/model`).
         follow_links: follow links that lead out of the source's directory.
-        block_bytes: packed bytes that one block of experts holds.
+        workers: files and layers compared at once, by threads; by default one a core.
+        block_bytes: packed bytes that the blocks of experts in flight hold, all workers together, and at
+            least one expert each.
         progress: follows the bytes read.
 
     Raises:
@@ -83,7 +92,8 @@ def verify_checkpoint(
         CheckpointError: `src` is no checkpoint, or a packed one (PackedError).
     """
     started = time.monotonic()
-    path = Path(packed)
+    path = model_path(packed)
+    src = None if src is None else model_path(src)
     if not is_packed(path):
         raise PackedError(
             f"{path}: expected a packed checkpoint with {MANIFEST}, got none. Repack the source first."
@@ -95,20 +105,30 @@ def verify_checkpoint(
         )
     manifest = Manifest.read(path)
     source = None if src is None else Checkpoint(src, follow_links=follow_links)
-    watcher = progress or NoProgress()
+    watcher = SharedProgress(progress or NoProgress())
+    sizes = {file.name: file.size_bytes for file in manifest.tensor_files}
+    largest = max((sizes.get(one.file, 0) // one.facts.num_experts for one in manifest.layers), default=0)
+    count = worker_count(workers, torch.device("cpu"), expert_bytes=largest)
     source_bytes = 0 if source is None else sum(entry.nbytes for entry in source.tensors.values())
     watcher.start(manifest.size_bytes + source_bytes)
     try:
-        problems, count = _first(_problems(path, manifest, source, watcher, block_bytes))
+        problems, problem_count = _Verification(
+            path=path,
+            manifest=manifest,
+            source=source,
+            progress=watcher,
+            workers=count,
+            block_bytes=block_bytes // count,
+        ).found()
     finally:
         if source is not None:
             source.close()
     return VerifyReport(
         packed=str(path),
         source=None if src is None else str(src),
-        ok=not count,
+        ok=not problem_count,
         problems=problems,
-        problem_count=count,
+        problem_count=problem_count,
         seconds=time.monotonic() - started,
         layers=len(manifest.layers),
         files=len(manifest.file_names),
@@ -120,38 +140,71 @@ def verify_checkpoint(
     )
 
 
-def _problems(
-    path: Path, manifest: Manifest, source: Checkpoint | None, progress: Progress, block_bytes: int
-) -> Iterator[Problem]:
-    """Everything that is wrong; the source is compared only with files that have their sizes and headers."""
-    broken = set()
-    for name, message in size_problems(path, manifest):
-        broken.add(name)
-        yield Problem(name=name, message=message)
-    for name in unlisted_files(path, manifest):
-        if name.endswith(".safetensors"):
-            yield Problem(
-                name=name, message=f"{path / name}: expected no such file, because {MANIFEST} names none."
-            )
-    for record in manifest.tensor_files:
-        if record.name not in broken:
-            for name, message in header_problems(path, record):
-                broken.add(name)
-                yield Problem(name=name, message=message)
-    for name, message in layer_problems(path, manifest):
-        broken.add(name)
-        yield Problem(name=name, message=message)
-    for file in manifest.files:
-        if file.name not in broken:
-            for name, message in hash_problems(path, file, progress):
-                yield Problem(name=name, message=message)
-    if source is None or broken:
-        return
-    try:
-        with PackedCheckpoint(path) as opened:
-            yield from source_problems(opened, source, progress, block_bytes=block_bytes)
-    except PackedError as error:
-        yield Problem(name=MANIFEST, message=str(error))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verification:
+    """What is compared with what; files when hashed and layers when inverted side by side."""
+
+    path: Path
+    manifest: Manifest
+    source: Checkpoint | None
+    progress: SharedProgress
+    workers: int
+    block_bytes: int
+
+    def found(self) -> tuple[tuple[Problem, ...], int]:
+        """The first problems in the order of the manifest and the number of all.
+
+        The source is compared only with files that have their sizes and headers.
+        """
+        broken: set[str] = set()
+        parts = [_first(self._by_headers(broken))]
+        files = [file for file in self.manifest.files if file.name not in broken]
+        parts += self._side_by_side([partial(self._by_hash, file) for file in files])
+        if self.source is not None and not broken:
+            parts += self._by_source(self.source)
+        problems = tuple(problem for part, _ in parts for problem in part)
+        return problems[:MAX_PROBLEMS], sum(count for _, count in parts)
+
+    def _side_by_side(
+        self, tasks: Sequence[Callable[[], Iterable[Problem]]]
+    ) -> list[tuple[tuple[Problem, ...], int]]:
+        return run_all([partial(_first_of, task) for task in tasks], self.workers, self.progress)
+
+    def _by_headers(self, broken: set[str]) -> Iterator[Problem]:
+        path, manifest = self.path, self.manifest
+        for name, message in size_problems(path, manifest):
+            broken.add(name)
+            yield Problem(name=name, message=message)
+        for name in unlisted_files(path, manifest):
+            if name.endswith(".safetensors"):
+                yield Problem(
+                    name=name, message=f"{path / name}: expected no such file, because {MANIFEST} names none."
+                )
+        for record in manifest.tensor_files:
+            if record.name not in broken:
+                for name, message in header_problems(path, record):
+                    broken.add(name)
+                    yield Problem(name=name, message=message)
+        for name, message in layer_problems(path, manifest):
+            broken.add(name)
+            yield Problem(name=name, message=message)
+
+    def _by_hash(self, file: TensorFileRecord | PlainFileRecord) -> Iterator[Problem]:
+        for name, message in hash_problems(self.path, file, self.progress):
+            yield Problem(name=name, message=message)
+
+    def _by_source(self, source: Checkpoint) -> list[tuple[tuple[Problem, ...], int]]:
+        try:
+            with PackedCheckpoint(self.path) as opened:
+                tasks = source_comparisons(opened, source, self.progress, block_bytes=self.block_bytes)
+                return self._side_by_side(tasks)
+        except PackedError as error:
+            return [((Problem(name=MANIFEST, message=str(error)),), 1)]
+
+
+def _first_of(task: Callable[[], Iterable[Problem]]) -> tuple[tuple[Problem, ...], int]:
+    """The same of what a task finds."""
+    return _first(task())
 
 
 def _first(problems: Iterable[Problem]) -> tuple[tuple[Problem, ...], int]:

@@ -1,5 +1,6 @@
 """Tensors of numbered experts, read out of 3-D tensors: `FusedSource`."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,6 +53,11 @@ class FusedSource:
         part = torch.empty(whole, dtype=out.dtype, device=out.device if self.fills_any_device else "cpu")
         self.source.read_part_into(key, expert * whole.numel(), part)
         out.copy_(tensor.view(part, role))
+
+    def read_all(self, wanted: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill the tensors one after another, experts together."""
+        for name, out in wanted:
+            self.read_into(name, out)
 
     def find(self, key: str) -> tuple[FusedTensor, int, str]:
         """(3-D tensor, expert, role) of a key below the module, as numbered experts have it."""

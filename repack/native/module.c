@@ -59,9 +59,36 @@ static PyObject *py_repack(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(unpack_doc,
+             "unpack(bits, source, source_expert_stride, source_row_stride, out, out_expert_stride,\n"
+             "       out_column_stride, experts, columns, rows)\n\n"
+             "Fills the packed words at address `out` from the Marlin words at `source`. Strides in bytes;\n"
+             "columns = N, rows = K/16. Releases the GIL.");
+
+static PyObject *py_unpack(PyObject *module, PyObject *args)
+{
+    (void)module;
+    unsigned long long source, out;
+    struct unpacking job;
+    if (!PyArg_ParseTuple(args, "iKnnKnnnnn:unpack", &job.bits, &source, &job.source_expert_stride,
+                          &job.source_row_stride, &out, &job.out_expert_stride, &job.out_column_stride,
+                          &job.experts, &job.columns, &job.rows))
+        return NULL;
+    job.source = (const uint8_t *)(uintptr_t)source;
+    job.out = (uint8_t *)(uintptr_t)out;
+    if (job.bits != 4 && job.bits != 8)
+        return PyErr_Format(PyExc_ValueError, "bits: expected 4 or 8, got %d", job.bits);
+
+    PyThreadState *thread = PyEval_SaveThread();
+    unpack(&job);
+    PyEval_RestoreThread(thread);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef METHODS[] = {
     {"variants", py_variants, METH_NOARGS, variants_doc},
     {"repack", py_repack, METH_VARARGS, repack_doc},
+    {"unpack", py_unpack, METH_VARARGS, unpack_doc},
     {NULL, NULL, 0, NULL},
 };
 

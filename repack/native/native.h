@@ -52,6 +52,18 @@ struct repacking {
 /* Fills `out`. Touches no Python object; starts and joins its own threads. */
 void repack(const struct repacking *job, const struct variant *variant);
 
+struct unpacking {
+    const uint8_t *source;
+    ptrdiff_t source_expert_stride, source_row_stride; /* bytes */
+    uint8_t *out;
+    ptrdiff_t out_expert_stride, out_column_stride; /* bytes */
+    ptrdiff_t experts, columns, rows;               /* B, N, K/16 */
+    int bits;
+};
+
+/* Fills `out` with the packed words of Marlin words; a processor of any kind, one thread. */
+void unpack(const struct unpacking *job);
+
 strip_function scalar_strip4, scalar_strip8;
 #if defined(__x86_64__)
 strip_function sse2_strip4, sse2_strip8;

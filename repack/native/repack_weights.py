@@ -69,17 +69,40 @@ def _pieces(weight_packed: torch.Tensor) -> Iterator[slice]:
 def unpack_weights(qweight: torch.Tensor, *, bits: int) -> torch.Tensor:
     """The checkpoint's packed words int32 [B, N, K*bits/32] of Marlin `qweight` [B, K/16, N*bits/2].
 
-    By the kernel on a CUDA device, else by torch operations: the same bytes.
+    By the C loop on a CPU, the kernel on a CUDA device, else by torch operations: the same bytes.
 
     Raises:
         LayoutError: a shape or dtype that no `qweight` has.
         MarlinMoEError: as in `repack_weights`.
     """
     n, k = check_qweight_shape(qweight, bits=bits)
-    kernel = qweight.is_cuda and native_path(qweight.device).used
-    if not kernel or qweight.dim() != 3 or qweight.stride(2) != 1:
+    if qweight.is_meta:  # torch would import its compiler to find the shapes of the operations
+        return qweight.new_empty(*qweight.shape[:-2], n, k * bits // 32)
+    if qweight.dim() != 3 or qweight.stride(2) != 1 or not native_path(qweight.device).used:
         return unpack_qweight(qweight, bits=bits)
-    return unpack_on_device(qweight, qweight.new_empty(qweight.shape[0], n, k * bits // 32), bits=bits)
+    out = qweight.new_empty(qweight.shape[0], n, k * bits // 32)
+    if qweight.is_cuda:
+        return unpack_on_device(qweight, out, bits=bits)
+    _unpack_in_c(qweight, out, bits=bits)
+    return out
+
+
+def _unpack_in_c(qweight: torch.Tensor, out: torch.Tensor, *, bits: int) -> None:
+    """Fill `out` [B, N, K*bits/32] by the C loop, on this thread and without the GIL."""
+    extension = load_extension()
+    if isinstance(extension, str):
+        raise ImportError(extension)
+    experts, rows, _ = qweight.shape
+    extension.unpack(
+        bits,
+        qweight.data_ptr(),
+        *(stride * 4 for stride in qweight.stride()[:2]),
+        out.data_ptr(),
+        *(stride * 4 for stride in out.stride()[:2]),
+        experts,
+        out.shape[1],
+        rows,
+    )
 
 
 def run_c_loop(weight_packed: torch.Tensor, out: torch.Tensor, *, bits: int, variant: str) -> None:

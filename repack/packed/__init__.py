@@ -4,6 +4,7 @@ In dependency order:
 
     names           files and tensors of a packed checkpoint, and how one is recognised
     durable         files that are whole or absent: allocated, written by position, synced, renamed
+    decode          JSON values -> dataclasses, each of the declared type
     records         what the manifest says of a file, a tensor, a layer
     source          the source's fingerprint, and all that unpacking needs of its files
     manifest        `marlin_moe.json`
@@ -24,4 +25,5 @@ In dependency order:
     repack_plan     all that a repack will write, before its first byte
     cut             a rank's slice of Marlin tensors, where it is a pure cut
     load            packed checkpoint -> layers
+    make_files      the files of a repack, each made by itself
 """

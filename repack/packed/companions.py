@@ -15,7 +15,7 @@ import xxhash
 from ..checkpoint import CONFIG, INDEX, Checkpoint, inside, shorten
 from ..errors import PackedError
 from ..progress import Progress
-from .durable import COPY_BYTES, PartialFile, digest, read_pieces
+from .durable import COPY_BYTES, PartialFile, digest, system_errors
 from .journal import Journal
 from .names import FORMAT, RESERVED
 from .records import PlainFileRecord
@@ -110,27 +110,48 @@ def _refuse_unreadable(path: Path) -> None:
 
 def copy_file(source: Path, journal: Journal, name: str, progress: Progress) -> PlainFileRecord:
     """Copy a file into a run; synced, not yet renamed. It may not change meanwhile."""
-    size = source.stat().st_size
-    hashed = xxhash.xxh3_128()
-    file = PartialFile(journal.partial(name), size)
-    done = 0
+    with system_errors(f"{source}: opening"):
+        origin = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        for piece in read_pieces(source, bytearray(min(COPY_BYTES, size + 1))):
-            if done + len(piece) > size:
-                break
-            file.write(done, piece)
-            hashed.update(piece)
-            done += len(piece)
-            progress.advance(len(piece), name)
-        if done != size or source.stat().st_size != size:
-            raise PackedError(
-                f"{source}: expected {size} bytes, got another length. It changed while it was copied; run "
-                "it again."
-            )
-        file.sync()
+        size = os.fstat(origin).st_size
+        hashed = xxhash.xxh3_128()
+        file = PartialFile(journal.partial(name), size)
+        try:
+            buffer = memoryview(bytearray(min(COPY_BYTES, size)))
+            for start in range(0, size, COPY_BYTES):
+                piece = buffer[: min(COPY_BYTES, size - start)]
+                _copy_piece(origin, source, file, start, piece)
+                hashed.update(piece)
+                progress.advance(len(piece), name)
+            if os.fstat(origin).st_size != size:
+                raise _changed(source, size)
+            file.sync()
+        finally:
+            file.abandon()
     finally:
-        file.abandon()
+        os.close(origin)
     return PlainFileRecord(name=name, size_bytes=size, xxh3_128=hashed.hexdigest(), carried=True)
+
+
+def _copy_piece(origin: int, source: Path, file: PartialFile, start: int, piece: memoryview) -> None:
+    """The bytes from `start` on of an open file to the same place of another one, and into `piece`."""
+    done = 0
+    while done < len(piece):
+        count = file.copy(origin, start + done, start + done, len(piece) - done)
+        if count == 0:
+            with system_errors(f"{source}: reading"):
+                count = os.preadv(origin, [piece[done:]], start + done)
+            if count == 0:
+                raise _changed(source, start + len(piece))
+            file.write(start + done, piece[done : done + count])
+        done += count
+    file.read(start, piece)
+
+
+def _changed(source: Path, size: int) -> PackedError:
+    return PackedError(
+        f"{source}: expected {size} bytes, got another length. It changed while it was copied; run it again."
+    )
 
 
 def write_content(journal: Journal, name: str, content: bytes, progress: Progress) -> PlainFileRecord:

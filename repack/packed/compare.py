@@ -3,7 +3,7 @@
 No stage that made them runs, so a fault of the stages cannot hide in their repetition.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -25,17 +25,22 @@ from .source import SourceLayout, describe_source
 from .source_tensors import SourcePart, parts_of
 
 
-def source_problems(
+def source_comparisons(
     packed: PackedCheckpoint, source: Checkpoint, progress: Progress, *, block_bytes: int
-) -> Iterator[Problem]:
-    """Everything in which the packed checkpoint is not its source."""
-    yield from _fingerprint_problems(packed, source)
-    yield from _config_problems(packed, source)
+) -> list[Callable[[], Iterator[Problem]]]:
+    """Comparisons that find all in which the packed checkpoint is not its source; they may run at once."""
     modules = [layer.module for layer in packed.manifest.layers]
-    for layer in packed.manifest.layers:
-        yield from _layer_problems(packed, source, layer, progress, block_bytes=block_bytes)
-    yield from _rest_problems(packed, source, modules, progress)
-    yield from _companion_problems(packed, source)
+
+    def of_layer(layer: LayerRecord) -> Callable[[], Iterator[Problem]]:
+        return lambda: _layer_problems(packed, source, layer, progress, block_bytes=block_bytes)
+
+    return [
+        lambda: _fingerprint_problems(packed, source),
+        lambda: _config_problems(packed, source),
+        *map(of_layer, packed.manifest.layers),
+        lambda: _rest_problems(packed, source, modules, progress),
+        lambda: _companion_problems(packed, source),
+    ]
 
 
 def _fingerprint_problems(packed: PackedCheckpoint, source: Checkpoint) -> Iterator[Problem]:

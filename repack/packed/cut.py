@@ -9,6 +9,7 @@ or ends where I ends: there the padding is the rank's own. Scales of w2 go by gr
 is cut, and into the order of single scales where the rank has one group.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
 
@@ -56,9 +57,21 @@ class Cut:
             if rows is not slot:
                 slot.copy_(rows)
         elif name == "w13_qweight":
-            slot.copy_(self._columns(source.mapped(name)[block.start : block.stop], slot.shape[-1]))
+            slot.copy_(self._columns(source.mapped(name, block), slot.shape[-1]))
         else:
             slot.copy_(self._converted(name, self._piece(name, self._read(source, name, block), slot), block))
+
+    def mapped(self, experts: range, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Those fields that a layer on a CPU can have as they lie in the file: no byte is copied."""
+        if self.context.device.type != "cpu":
+            return {}
+        source = cast(PackedSource, self.experts.source)
+        dtype = self.context.dtype or self.facts.scales_dtype
+        return {
+            name: source.mapped(name, experts)
+            for name in names
+            if self._is_whole(name) and (name not in CONVERTED or dtype == self.facts.scales_dtype)
+        }
 
     def _is_whole(self, name: str) -> bool:
         """Every rank has all of it: without TP all tensors, else what only H and w13's K index."""

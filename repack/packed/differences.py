@@ -1,5 +1,6 @@
 """Two tensors' or files' bytes side by side: where they first differ, and how."""
 
+import ctypes
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -7,6 +8,9 @@ from typing import Any
 import torch
 
 from ..tensor_file import DTYPES, TensorEntry
+
+MEMCMP = ctypes.CDLL(None).memcmp
+MEMCMP.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -57,7 +61,7 @@ def first_difference(
         expert: whose it is.
         first_byte: where the stretch starts within the tensor.
     """
-    if torch.equal(packed, source):
+    if same_bytes(packed, source):
         return None
     dtype = DTYPES.get(entry.dtype)
     size = dtype.itemsize if dtype is not None else 1
@@ -80,6 +84,14 @@ def first_difference(
         source_value=values[1],
         differing=len(wrong),
     )
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two contiguous CPU tensors of one size hold the same bytes.
+
+    By the C library, without the GIL: many times the speed of `torch.equal` on tensors of a megabyte.
+    """
+    return a.nbytes == b.nbytes and MEMCMP(a.data_ptr(), b.data_ptr(), a.nbytes) == 0
 
 
 def _value(data: torch.Tensor, at: int, size: int, dtype: torch.dtype | None) -> float | int | str:

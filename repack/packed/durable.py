@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import xxhash
 
 from ..errors import PackedError
+from ..tensor_file import file_kind
 
 COPY_BYTES = 8 << 20
 """Bytes of the buffer through which files are copied and hashed."""
@@ -18,6 +20,7 @@ COPY_BYTES = 8 << 20
 REMEDIES = {
     errno.ENOSPC: "Free space and run it again: it goes on where it stopped.",
     errno.EDQUOT: "Free space within the quota and run it again: it goes on where it stopped.",
+    errno.EFBIG: "Raise the limit of a file's size and run it again: it goes on where it stopped.",
     errno.EACCES: "Make the directory writable for this user, or choose another one.",
     errno.EPERM: "Make the directory writable for this user, or choose another one.",
     errno.EROFS: "Choose a destination on a writable file system.",
@@ -61,6 +64,27 @@ class PartialFile:
         with system_errors(f"{self.path}: writing {len(data)} bytes at {offset}"):
             while done < len(data):
                 done += os.pwrite(self._fd, data[done:], offset + done)
+
+    def copy(self, source: int, source_offset: int, offset: int, count: int) -> int:
+        """Bytes of an open file to `offset`, without passing through this process: at most `count` of them.
+
+        Where the file system can it shares the blocks (reflink). 0 where it copies nothing in this way, be it
+        that it cannot or that something is wrong: reading and writing then tell which, and where.
+        """
+        try:
+            return os.copy_file_range(source, self._fd, count, source_offset, offset)
+        except OSError:
+            return 0
+
+    def read(self, offset: int, buffer: memoryview) -> None:
+        """What was written, to be hashed."""
+        done = 0
+        with system_errors(f"{self.path}: reading {len(buffer)} bytes at {offset}"):
+            while done < len(buffer):
+                count = os.preadv(self._fd, [buffer[done:]], offset + done)
+                if count == 0:
+                    raise OSError(errno.EIO, "the file ends too early")
+                done += count
 
     def sync(self) -> None:
         """Everything on the disk, the file closed."""
@@ -117,6 +141,16 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 def canonical_json(content: Any) -> bytes:
     """One spelling of JSON content, for hashes."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def read_regular(path: Path) -> bytes:
+    """The bytes of a regular file; OSError for anything else, a pipe too, which would be waited for."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, f"expected a regular file, got {file_kind(mode)}", str(path))
+        return file.read()
 
 
 def read_pieces(path: Path, buffer: bytearray) -> Iterator[memoryview]:

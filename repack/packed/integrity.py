@@ -5,12 +5,13 @@ from pathlib import Path
 
 import xxhash
 
+from ..checkpoint import CONFIG
 from ..errors import CheckpointError, PackedError
 from ..progress import Progress
 from ..tensor_file import DTYPES, TensorFile
-from .durable import COPY_BYTES, digest, read_pieces
+from .durable import COPY_BYTES, digest, read_pieces, read_regular
 from .manifest import Manifest
-from .names import MANIFEST, WORK_FOLDER, tensor_name
+from .names import MANIFEST, MARKER, OWN_FILES, WORK_FOLDER, marker_of, tensor_name
 from .records import LayerRecord, PlainFileRecord, TensorFileRecord
 
 ADVICE = "Copy the file again, or repack the source."
@@ -38,15 +39,44 @@ def header_problems(path: Path, record: TensorFileRecord) -> Iterator[tuple[str,
         with TensorFile(path / record.name, name=record.name) as file:
             header = bytearray(file.header_bytes)
             file.read_bytes(0, memoryview(header), what=f"{record.name} (header)")
+            entries = {name: (entry.dtype, entry.shape) for name, entry in file.entries.items()}
     except CheckpointError as error:
         yield record.name, str(error)
         return
+    if entries != {tensor.name: (tensor.dtype, tensor.shape) for tensor in record.tensors}:
+        yield (
+            record.name,
+            f"{path / record.name}: expected the tensors that {MANIFEST} names, got others. {ADVICE}",
+        )
     if (found := digest(header)) != record.header_xxh3_128:
         yield (
             record.name,
             f"{path / record.name}: expected a header of hash {record.header_xxh3_128} as {MANIFEST} says, "
             f"got {found}. {ADVICE}",
         )
+
+
+def own_file_problems(path: Path, manifest: Manifest) -> Iterator[str]:
+    """What is wrong with the small files that every packed checkpoint has: they are always hashed."""
+    records = {record.name: record for record in manifest.plain_files}
+    for name in OWN_FILES:
+        if name not in records:
+            yield f"{path / MANIFEST}: expected {name} among the files, got none. Repack the source."
+            return
+    for name in OWN_FILES:
+        try:
+            content = read_regular(path / name)
+        except OSError as error:
+            yield f"{path / name}: expected to be readable, got {error.strerror}. {ADVICE}"
+            return
+        found = digest(content)
+        if name == CONFIG and (marker := marker_of(content)) != MARKER:
+            yield (
+                f"{path / name}: expected quantization_config {MARKER}, which this marlin-moe reads, got "
+                f"{marker}. Install the marlin-moe that wrote it, or repack the source with this one."
+            )
+        elif found != records[name].xxh3_128:
+            yield _other_hash(path / name, "bytes", records[name].xxh3_128, found)
 
 
 def layer_problems(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,7 @@ from ...kernels.layout import (
 )
 from ..native.repack_weights import unpack_weights
 from ..pipeline import Pipeline, Stage, State, both
-from ..staging import Lane
+from ..staging import HostMemory
 from ..states import Context, ExpertFacts, ExpertTensors
 
 INVERTED = (
@@ -90,6 +90,8 @@ def _first(words: torch.Tensor, count: int, *, bits: int) -> tuple[torch.Tensor,
     """The first `count` fields of packed words [..., W], filled up with zeros, and the values of the rest."""
     per_word = 32 // bits
     whole = -(-count // per_word)
+    if whole == words.shape[-1] and count % per_word == 0:
+        return words, words[..., whole:]
     spare = unpack_fields(words[..., count // per_word :], bits=bits)[..., count % per_word :]
     if count % per_word == 0:
         return words[..., :whole].contiguous(), spare
@@ -99,7 +101,7 @@ def _first(words: torch.Tensor, count: int, *, bits: int) -> tuple[torch.Tensor,
 
 
 def read_packed(
-    experts: ExpertTensors, block: range, device: torch.device, *, staging: Lane | None = None
+    experts: ExpertTensors, block: range, device: torch.device, *, staging: HostMemory | None = None
 ) -> dict[str, torch.Tensor]:
     """The Marlin fields [B, …] of a block of experts of a packed layer on a device, through `staging`."""
     stem = f"{block[0]}."

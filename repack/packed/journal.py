@@ -1,13 +1,15 @@
 """The folder of a run in progress: its lock, its partial files and a record of every finished file.
 
     destination/.marlin_moe/lock                  held (flock) while a run lives
+    destination/.marlin_moe/lock-<rank>           the same by every other rank of a run of several
     destination/.marlin_moe/run.json              what is made of which source; a run of another is refused
     destination/.marlin_moe/<name>.partial        being written
-    destination/.marlin_moe/<name>.finished.json  record of a file that has its final name
+    destination/.marlin_moe/<name>.finished.json  record of a file that has its final name, or gets it now
     destination/.marlin_moe/complete.json         run.json once all is done; only the folder is left to remove
 
-One record per file, so that several workers can add theirs. The folder goes when the run is complete; what a
-killed run leaves is what the next one resumes from.
+One record per file, so that several workers and ranks can add theirs. The folder goes when the run is
+complete; what a killed run leaves is what the next one resumes from. Rank 0 opens the run and clears what
+partial files it finds; it does so only when no rank of an earlier run is alive.
 """
 
 import fcntl
@@ -21,6 +23,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ..errors import PackedError
+from ..ranks import ALONE, Ranks
 from .durable import fsync_directory, publish, system_errors, write_whole
 from .names import MANIFEST, WORK_FOLDER
 
@@ -37,28 +40,34 @@ class Journal:
     Args:
         destination: does not exist, is empty, or holds an interrupted run with the same `run`.
         run: what is made of what, as a JSON object.
+        ranks: which process of those that share the run; the others enter after rank 0 has.
 
     Raises:
         PackedError: anything else is there, or another run holds the lock; nothing was changed.
     """
 
-    def __init__(self, destination: Path, run: Mapping[str, Any]) -> None:
+    def __init__(self, destination: Path, run: Mapping[str, Any], *, ranks: Ranks = ALONE) -> None:
         self.destination = destination
         self.folder = destination / WORK_FOLDER
         self.run = json.loads(json.dumps(run))
         self.resumed_files = 0
         self.completed = False
         """An earlier run finished everything and was stopped while it removed its folder."""
+        self._ranks = ranks
         self._lock = -1
         self._made_destination = False
 
     def __enter__(self) -> "Journal":
         with system_errors(f"{self.destination}: opening the destination"):
+            if not self._ranks.is_first:
+                self._lock = self._take_lock(f"{LOCK}-{self._ranks.rank}")
+                return self
             self._refuse_strangers()
             self._made_destination = not self.destination.exists()
             self.destination.mkdir(parents=True, exist_ok=True)
-            self._lock = self._take_lock()
+            self._lock = self._take_lock(LOCK)
             try:
+                self._refuse_ranks_alive()
                 self._open_run()
             except BaseException:
                 self._release()
@@ -85,10 +94,13 @@ class Journal:
         return None
 
     def finish(self, name: str, record: Mapping[str, Any]) -> None:
-        """The synced partial of `name` gets its final name, then its record (`record["file"]`: its size)."""
-        publish(self.partial(name), self.destination / name, self.destination)
+        """The synced partial of `name` gets its record (`record["file"]`: its size), then its final name.
+
+        In this order a file with its final name is never made again, whenever the run is killed.
+        """
         text = json.dumps(record).encode()
         write_whole(self._record(name).with_suffix(PARTIAL), self._record(name), text)
+        publish(self.partial(name), self.destination / name, self.destination)
 
     def complete(self) -> None:
         """Everything is finished: the folder goes."""
@@ -98,7 +110,7 @@ class Journal:
                 fsync_directory(self.folder)
             for path in self.folder.iterdir():
                 if path.name not in (LOCK, COMPLETE):
-                    path.unlink()
+                    path.unlink(missing_ok=True)  # a rank's lock: it may be letting go of it
             (self.folder / LOCK).unlink()
             (self.folder / COMPLETE).unlink()
             self.folder.rmdir()
@@ -113,10 +125,7 @@ class Journal:
         if self.destination.is_dir() and not self.folder.is_dir():
             found = sorted(path.name for path in self.destination.iterdir())
             if MANIFEST in found:
-                raise PackedError(
-                    f"{self.destination}: expected an empty directory or none, got a finished packed "
-                    "checkpoint. Remove it first, or choose another destination."
-                )
+                raise self._is_finished()
             if found:
                 raise PackedError(
                     f"{self.destination}: expected an empty directory, none, or an interrupted run to "
@@ -124,17 +133,24 @@ class Journal:
                     "Choose another destination."
                 )
 
-    def _take_lock(self) -> int:
+    def _is_finished(self) -> PackedError:
+        return PackedError(
+            f"{self.destination}: expected an empty directory or none, got a finished packed checkpoint. "
+            "Remove it first, or choose another destination."
+        )
+
+    def _take_lock(self, name: str) -> int:
         """The lock's descriptor. A lock that its holder removed meanwhile is taken anew."""
+        place = self.folder / name
         for _ in range(100):
             self.folder.mkdir(exist_ok=True)
             try:
-                lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                lock = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             except FileNotFoundError:
                 continue
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(lock), os.stat(self.folder / LOCK)):
+                if os.path.samestat(os.fstat(lock), os.stat(place)):
                     os.ftruncate(lock, 0)
                     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
                     held, lock = lock, -1
@@ -142,7 +158,7 @@ class Journal:
             except BlockingIOError as error:
                 holder = os.pread(lock, 200, 0).decode(errors="replace") or "another process"
                 raise PackedError(
-                    f"{self.folder / LOCK}: expected no other run on {self.destination}, got one: {holder}. "
+                    f"{place}: expected no other run on {self.destination}, got one: {holder}. "
                     "Wait for it, or stop it and run again: that resumes."
                 ) from error
             except FileNotFoundError:
@@ -150,7 +166,13 @@ class Journal:
             finally:
                 if lock >= 0:
                     os.close(lock)
-        raise PackedError(f"{self.folder / LOCK}: expected to take the lock, but it keeps disappearing.")
+        raise PackedError(f"{place}: expected to take the lock, but it keeps disappearing.")
+
+    def _refuse_ranks_alive(self) -> None:
+        """Raise where a rank of an earlier run still writes; the locks of dead ones go."""
+        for place in sorted(self.folder.glob(f"{LOCK}-*")):
+            os.close(self._take_lock(place.name))
+            place.unlink()
 
     def _open_run(self) -> None:
         found = _read(self.folder / COMPLETE)
@@ -179,6 +201,8 @@ class Journal:
             return
         if [path.name for path in self.folder.iterdir()] == [LOCK]:
             shutil.rmtree(self.folder)
+        if MANIFEST in others:  # the run that made it was killed while it removed its folder
+            raise self._is_finished()
         raise PackedError(
             f"{self.destination}: expected an empty directory or an interrupted run to resume, got "
             f"{', '.join(others[:4])} and no {WORK_FOLDER}/{RUN}. Choose another destination."
@@ -190,11 +214,11 @@ class Journal:
         return only and not any(self.folder.glob(f"*{FINISHED}"))
 
     def _release(self) -> None:
-        """Let go of the lock; a run that finished nothing leaves nothing."""
+        """Let go of the lock; one that finished nothing leaves nothing, unless other ranks may write."""
         if self._lock < 0:
             return
         try:
-            if self.folder.is_dir() and self._fruitless():
+            if self._ranks.size == 1 and self.folder.is_dir() and self._fruitless():
                 shutil.rmtree(self.folder)
                 if self._made_destination:
                     self.destination.rmdir()

@@ -86,5 +86,6 @@ class LayerFile:
     def __exit__(self, *_: object) -> None:
         if self._results is not None:
             self._results.close()
+            self._results = None  # it knows this file: together they would stay until the collector comes
         if self._writer is not None:
             self._writer.__exit__(None, None, None)

@@ -89,15 +89,23 @@ def refuse_dead(layer: LayerRecord, *, allowed: bool) -> None:
 def _cut_layer(
     experts: ExpertTensors, facts: ExpertFacts, planned: State, context: Context, memory: LayerMemory
 ) -> None:
-    """The rank's tensors cut into `memory`, block after block; shapes and facts as the stages give them."""
+    """The rank's tensors into `memory`: maps of the file where they lie there whole, else cut from it."""
     rank = rank_experts(facts, context)
-    memory.allocate(
-        {
-            name: TensorSpec(dtype=tensor.dtype, shape=(len(rank), *tensor.shape[1:]))
-            for name, tensor in planned.tensors()
-        }
-    )
     cut = Cut(experts=experts, facts=facts, result=planned.facts, context=replace(context, destination={}))
+    specs = {
+        name: TensorSpec(dtype=tensor.dtype, shape=(len(rank), *tensor.shape[1:]))
+        for name, tensor in planned.tensors()
+    }
+    mapped = cut.mapped(rank, specs)
+    memory.allocate({name: spec for name, spec in specs.items() if name not in mapped})
+    if memory.tensors:
+        _fill_memory(cut, rank, memory)
+    memory.tensors |= mapped
+
+
+def _fill_memory(cut: Cut, rank: range, memory: LayerMemory) -> None:
+    """Block after block of the rank's experts."""
+    context = cut.context
 
     def fill(block: range, lane: Lane | None) -> list[str]:
         """The block's part of the layer, through pinned memory where there is a lane; problems in it."""
@@ -109,9 +117,9 @@ def _cut_layer(
                 slot.copy_(place, non_blocking=True)
         return own.context.problems
 
-    lanes, chosen = lane_blocks(experts, rank, context.device, block_bytes=BLOCK_BYTES)
+    lanes, chosen = lane_blocks(cut.experts, rank, context.device, block_bytes=BLOCK_BYTES)
     with closing(read_ahead(chosen, fill, lanes)) as found:
         for problems in found:
             context.problems.extend(problems)
     if context.problems:
-        raise ExpertsError(report(facts.module, context.problems))
+        raise ExpertsError(report(cut.facts.module, context.problems))

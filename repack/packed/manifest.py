@@ -1,13 +1,15 @@
 """`marlin_moe.json`: what a packed checkpoint holds. Without a valid one a directory is no checkpoint."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint import is_below
 from ..errors import MarlinMoEError, PackedError
-from .durable import canonical_json, digest
+from .durable import canonical_json, digest, read_regular
 from .names import FORMAT, LAYOUT, MANIFEST, VERSION, WORK_FOLDER
 from .records import LayerRecord, PlainFileRecord, TensorFileRecord
 from .source import SourceRecord
@@ -71,22 +73,41 @@ class Manifest:
                 f"{digest(canonical_json(own))}. It was edited or damaged; repack the source again."
             )
         try:
-            return cls(
+            manifest = cls(
                 layers=tuple(map(LayerRecord.from_json, content["layers"])),
                 tensor_files=tuple(map(TensorFileRecord.from_json, content["tensor_files"])),
                 plain_files=tuple(map(PlainFileRecord.from_json, content["plain_files"])),
                 source=SourceRecord.from_json(content["source"]),
             )
+            _check_names(manifest)
         except (KeyError, TypeError, ValueError, MarlinMoEError) as error:
             raise PackedError(
                 f"{place}: expected a manifest of version {VERSION}, got one that lacks or misnames "
                 f"something: {error!r}. Repack the source again."
             ) from error
+        return manifest
+
+
+def _check_names(manifest: Manifest) -> None:
+    """Raise ValueError for files outside the directory, and for what is named twice or nowhere."""
+    files = [file.name for file in manifest.files]
+    tensors = [tensor.name for file in manifest.tensor_files for tensor in file.tensors]
+    modules = [layer.module for layer in manifest.layers]
+    for name in [*files, *(file.name for file in manifest.source.files)]:
+        if not is_below(name):
+            raise ValueError(f"expected names of files inside the directory, got {name!r}")
+    for names in (files, tensors, modules):
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise ValueError(f"expected each name once, got {twice[0]!r} again")
+    lost = [layer.file for layer in manifest.layers if layer.file not in files]
+    if lost:
+        raise ValueError(f"expected every layer's file among the files, got no {lost[0]!r}")
 
 
 def _read_json(place: Path) -> dict[str, Any]:
     try:
-        content = json.loads(place.read_bytes())
+        content = json.loads(read_regular(place))
     except FileNotFoundError as error:
         stopped = (place.parent / WORK_FOLDER).is_dir()
         found = "an interrupted run" if stopped else "none"

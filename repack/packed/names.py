@@ -15,7 +15,8 @@ MANIFEST = "marlin_moe.json"
 SOURCE_CONFIG = "source_config.json"
 SOURCE_FILES = "source_files.json"
 WORK_FOLDER = ".marlin_moe"
-RESERVED = (MANIFEST, SOURCE_CONFIG, SOURCE_FILES, CONFIG, INDEX)
+OWN_FILES = (CONFIG, INDEX, SOURCE_CONFIG, SOURCE_FILES)
+RESERVED = (MANIFEST, *OWN_FILES)
 MARKER = {"quant_method": FORMAT, "version": VERSION}
 """`quantization_config` of a packed checkpoint."""
 
@@ -62,6 +63,18 @@ def packed_config(source_config: bytes) -> bytes:
         return text.encode()
     except UnicodeEncodeError:  # half a surrogate pair, which JSON can only spell as an escape
         return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def marker_of(config: bytes) -> Any:
+    """What a packed directory's `config.json` says instead of `MARKER`; `MARKER` itself if that is all."""
+    try:
+        content = json.loads(config)
+    except (ValueError, RecursionError):
+        return "no JSON"
+    if not isinstance(content, dict):
+        return type(content).__name__
+    found = [holder[key] for holder, key in quantization_places(content)]
+    return next((marker for marker in found if marker != MARKER), MARKER if found else None)
 
 
 def is_packed(path: str | Path) -> bool:

@@ -1,7 +1,7 @@
 """An open packed checkpoint: manifest, sizes and headers checked, its tensors read when asked for."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -13,7 +13,7 @@ from ..experts.find import ExpertsModule
 from ..progress import NoProgress, Progress
 from ..states import ExpertTensors
 from ..tensor_file import tensor_bytes
-from .integrity import hash_problems, header_problems, layer_problems, size_problems
+from .integrity import hash_problems, header_problems, layer_problems, own_file_problems, size_problems
 from .manifest import Manifest
 from .names import tensor_name
 from .records import LayerRecord
@@ -46,6 +46,7 @@ class PackedCheckpoint:
             problems += [text for _, text in layer_problems(self.path, self.manifest)]
             for record in self.manifest.tensor_files:
                 problems += [text for _, text in header_problems(self.path, record)]
+            problems += own_file_problems(self.path, self.manifest)
         if problems:
             raise PackedError(report(str(self.path), problems))
         self.checkpoint = Checkpoint(self.path)
@@ -116,11 +117,18 @@ class PackedSource:
     checkpoint: Checkpoint
     module: str
     fills_any_device: bool = False
+    maps: dict[str, torch.Tensor] = field(default_factory=dict)
+    """File name -> its bytes, mapped when first asked for."""
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Fill `out` with the part of one expert; `name` is `<module>.<expert>.<field>`."""
         expert, field = name.removeprefix(f"{self.module}.").split(".")
         self.read_experts(field, int(expert), out.unsqueeze(0))
+
+    def read_all(self, wanted: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill the tensors one after another."""
+        for name, out in wanted:
+            self.read_into(name, out)
 
     def read_experts(self, field: str, start: int, out: torch.Tensor, *, skip_rows: int = 0) -> None:
         """Fill `out` [B, …] (CPU, contiguous) with a field of experts start, start + 1, ….
@@ -138,10 +146,19 @@ class PackedSource:
             place = entry.offset_bytes + (start + i) * expert_bytes + offset
             file.read_bytes(place, tensor_bytes(out[i]), what=entry.name)
 
-    def mapped(self, field: str) -> torch.Tensor:
-        """A field of all experts, as a view of a map of its file, whose length was checked when opened."""
+    def mapped(self, field: str, experts: range) -> torch.Tensor:
+        """A field of some experts, as a view of a map of its file, whose length was checked when opened.
+
+        The map is private: what is written to it stays here. The kernel is told to read the bytes ahead.
+        """
         entry = self.checkpoint.tensors[tensor_name(self.module, field)]
         file = self.checkpoint.files[entry.file]
-        whole = torch.from_file(str(file.path), shared=False, size=file.size_bytes, dtype=torch.uint8)
-        data = whole[entry.offset_bytes : entry.offset_bytes + entry.nbytes]
-        return data.view(entry.torch_dtype).view(entry.shape)
+        if entry.file not in self.maps:
+            self.maps[entry.file] = torch.from_file(
+                str(file.path), shared=False, size=file.size_bytes, dtype=torch.uint8
+            )
+        per_expert = entry.nbytes // entry.shape[0]
+        start, nbytes = entry.offset_bytes + experts.start * per_expert, len(experts) * per_expert
+        file.read_ahead(start, nbytes)
+        data = self.maps[entry.file][start : start + nbytes]
+        return data.view(entry.torch_dtype).view(len(experts), *entry.shape[1:])

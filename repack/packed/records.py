@@ -1,14 +1,16 @@
 """What the manifest says of a file, a tensor and a layer, and the same as JSON objects."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..experts.fused import FusedLayout, FusedTensor
 from ..experts.spellings import Spelling
+from ..quant_methods.method import SCALE_DTYPES
 from ..scheme import QuantScheme, WeightScheme
 from ..states import ExpertFacts, MatrixFacts
 from ..tensor_file import DTYPE_NAMES, DTYPES
+from .decode import decoded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +42,9 @@ class TensorFileRecord:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "TensorFileRecord":
         """The inverse of `as_json`."""
-        tensors = tuple(TensorRecord(**t | {"shape": tuple(t["shape"])}) for t in content["tensors"])
-        return cls(**{**content, "tensors": tensors})
+        own = dict(content)
+        tensors = tuple(decoded(TensorRecord, tensor) for tensor in own.pop("tensors"))
+        return decoded(cls, own, tensors=tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,7 @@ class PlainFileRecord:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "PlainFileRecord":
         """The inverse of `as_json`."""
-        return cls(**content)
+        return decoded(cls, content)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,17 +112,34 @@ class LayerRecord:
         """The inverse of `as_json`."""
         own = dict(content)
         file, spelling, dead = own.pop("file"), own.pop("spelling"), own.pop("dead_projections")
-        scheme, fused = own.pop("scheme"), own.pop("fused")
-        matrices = {name: MatrixFacts(**own[name]) for name in ("w13", "w2")}
-        weights = {name: WeightScheme(**scheme[name]) for name in ("w13", "w2")}
-        return cls(
-            file=file,
-            facts=ExpertFacts(**own | matrices | {"scales_dtype": DTYPES[own["scales_dtype"]]}),
-            scheme=QuantScheme(quant_method=scheme["quant_method"], **weights),
-            spelling=Spelling(**spelling),
+        scheme, fused = dict(own.pop("scheme")), own.pop("fused")
+        matrices = {name: decoded(MatrixFacts, own.pop(name)) for name in ("w13", "w2")}
+        weights = {name: decoded(WeightScheme, scheme.pop(name)) for name in ("w13", "w2")}
+        facts = decoded(ExpertFacts, own, scales_dtype=DTYPES[own.pop("scales_dtype")], **matrices)
+        _refuse_impossible(facts, weights.values())
+        return decoded(
+            cls,
+            {"file": file, "dead_projections": dead},
+            facts=facts,
+            scheme=decoded(QuantScheme, scheme, **weights),
+            spelling=decoded(Spelling, spelling),
             fused=None if fused is None else _fused_from_json(fused),
-            dead_projections=tuple(dead),
         )
+
+
+def _refuse_impossible(facts: ExpertFacts, weights: Iterable[WeightScheme]) -> None:
+    """Raise ValueError for facts of no layer that is ever packed."""
+    forms: list[MatrixFacts | WeightScheme] = [facts.w13, facts.w2, *weights]
+    possible = (
+        facts.num_experts > 0
+        and facts.hidden_size > 0
+        and facts.intermediate_size == facts.padded_intermediate_size > 0
+        and facts.scales_dtype in SCALE_DTYPES
+        and all(form.bits in (4, 8) for form in forms)
+        and all(form.group_size is None or form.group_size > 0 for form in forms)
+    )
+    if not possible:
+        raise ValueError(f"{facts.module}: expected the facts of a WNA16 layer, got {facts}")
 
 
 def _fused_as_json(layout: FusedLayout) -> dict[str, Any]:
@@ -131,8 +151,8 @@ def _fused_as_json(layout: FusedLayout) -> dict[str, Any]:
 
 
 def _fused_from_json(content: Mapping[str, Any]) -> FusedLayout:
-    tensors = [
-        FusedTensor(**tensor | {"roles": tuple(tensor["roles"]), "shape": tuple(tensor["shape"])})
-        for tensor in content["tensors"]
-    ]
+    tensors = [decoded(FusedTensor, tensor) for tensor in content["tensors"]]
+    for tensor in tensors:
+        if len(tensor.shape) not in (2, 3) or 0 in tensor.shape or not tensor.roles:
+            raise ValueError(f"{tensor.key}: expected a tensor of all experts, got {tensor}")
     return FusedLayout(tensors={tensor.key: tensor for tensor in tensors}, num_experts=content["num_experts"])

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -63,12 +62,6 @@ class RepackPlan:
     contents: dict[str, bytes]
     source: SourceRecord
     mtimes_ns: dict[str, int]
-
-    def total_bytes(self, path: Path) -> int:
-        """Bytes of all files to write; `path` is the source's directory."""
-        files = [plan.file.size_bytes for plan in self.layers] + [plan.size_bytes for plan in self.rest]
-        copied = [(path / name).stat().st_size for name in self.companions.names]
-        return sum(files) + sum(copied) + sum(map(len, self.contents.values()))
 
 
 def plan_repack(checkpoint: Checkpoint, *, device: torch.device, follow_links: bool) -> RepackPlan:

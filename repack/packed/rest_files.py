@@ -60,8 +60,10 @@ def write_rest_file(
     buffer = bytearray(COPY_BYTES)
     with TensorWriter(journal, plan) as writer:
         for name in plan.entries:
-            for piece in read_tensor(checkpoint, checkpoint.tensors[name], buffer):
-                writer.append(name, piece)
+            entry = checkpoint.tensors[name]
+            for start in range(0, entry.nbytes, len(buffer)):
+                piece = memoryview(buffer)[: min(len(buffer), entry.nbytes - start)]
+                writer.copy(name, checkpoint.files[entry.file], entry.offset_bytes + start, piece)
                 progress.advance(len(piece), plan.name)
         progress.advance(len(plan.header), plan.name)
         return writer.finish()

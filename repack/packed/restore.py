@@ -10,10 +10,11 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 
 from ...kernels.layout import pack_fields, unpack_fields
-from ..blocks import blocks
+from ..blocks import block_memory, blocks
 from ..errors import ExpertsError, PackedError
 from ..quant_methods.method import PackedForm
 from ..quant_methods.table import METHODS
+from ..staging import HostMemory
 from ..states import ExpertFacts
 from .invert import Inverted, inverted, read_packed
 from .reader import PackedCheckpoint
@@ -76,11 +77,14 @@ class RestoredBlock:
 def restored_blocks(
     packed: PackedCheckpoint, layer: LayerRecord, experts: Collection[int], *, block_bytes: int
 ) -> Iterator[RestoredBlock]:
-    """The given experts of a layer, block after block under a byte budget."""
+    """The given experts of a layer, block after block under a byte budget, each read over the one before."""
     source = packed.experts(layer)
+    memory: HostMemory | None = None
     for stretch in stretches(experts):
         for block in blocks(source, stretch, block_bytes=block_bytes):
-            tensors = read_packed(source, block, torch.device("cpu"))
+            memory = memory or block_memory(source, block)
+            memory.clear()
+            tensors = read_packed(source, block, torch.device("cpu"), staging=memory)
             yield RestoredBlock(layer, block, inverted(tensors, layer.facts))
 
 

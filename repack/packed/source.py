@@ -13,7 +13,8 @@ from typing import Any
 from ..checkpoint import CONFIG, INDEX, Checkpoint
 from ..errors import PackedError
 from ..tensor_file import TensorEntry, header_entries
-from .durable import canonical_json, digest
+from .decode import decoded
+from .durable import canonical_json, digest, read_regular
 from .names import SOURCE_FILES
 
 
@@ -46,7 +47,8 @@ class SourceRecord:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "SourceRecord":
         """The inverse of `as_json`."""
-        return cls(**{**content, "files": tuple(SourceFile(**file) for file in content["files"])})
+        own = dict(content)
+        return decoded(cls, own, files=tuple(decoded(SourceFile, file) for file in own.pop("files")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,7 @@ class SourceLayout:
         """The layout of a packed directory, against the fingerprint in its manifest."""
         place = path / SOURCE_FILES
         try:
-            content = json.loads(place.read_bytes())
+            content = json.loads(read_regular(place))
             texts = {file["name"]: file["header"].encode() for file in content["files"]}
             sizes = {file["name"]: int(file["size_bytes"]) for file in content["files"]}
             index = content["index"]

@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 
 from ..errors import PackedError
-from ..tensor_file import TensorEntry, header_entries
+from ..tensor_file import TensorEntry, TensorFile, header_entries
 from .durable import PartialFile, digest
 from .journal import Journal
 from .records import TensorFileRecord, TensorRecord
@@ -75,6 +75,31 @@ class TensorWriter:
         self._file.write(entry.offset_bytes + done, data)
         self._hashes[name].update(data)
         self._done[name] = done + len(data)
+
+    def copy(self, name: str, source: TensorFile, offset: int, buffer: memoryview) -> None:
+        """The next len(buffer) bytes of tensor `name` from `offset` of another file.
+
+        The file system copies them, and what has arrived is read back to be hashed: from memory, where they
+        are now. Where it cannot they are read and written.
+        """
+        entry, done, count = self.plan.entries[name], self._done[name], len(buffer)
+        if done + count > entry.nbytes:
+            raise PackedError(
+                f"{name}: expected {entry.nbytes} bytes in {self.plan.name}, got {done + count}."
+            )
+        copied = 0
+        while copied < count:
+            more = self._file.copy(
+                source.fileno(), offset + copied, entry.offset_bytes + done + copied, count - copied
+            )
+            if more == 0:
+                source.read_bytes(offset + copied, buffer[copied:], what=name)
+                self._file.write(entry.offset_bytes + done + copied, buffer[copied:])
+                break
+            copied += more
+        self._file.read(entry.offset_bytes + done, buffer[:copied])
+        self._hashes[name].update(buffer)
+        self._done[name] = done + count
 
     def finish(self) -> TensorFileRecord:
         """Everything synced under the partial name; the file's record."""

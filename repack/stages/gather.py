@@ -3,15 +3,32 @@
     expert 0 gate [I, H]  expert 0 up [I, H]        w13 [B, 2I, H]   expert 0: gate rows, up rows
     expert 1 gate [I, H]  expert 1 up [I, H]   ->                    expert 1: gate rows, up rows
 
-Every tensor is read straight into its place. This is the only stage that loops over experts.
+All tensors of the block are read straight into their places, in the order in which they lie in the files.
+This is the only stage that loops over experts.
 """
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from ..quant_methods.method import Field
 from ..quant_methods.table import METHODS
+from ..scheme import WeightScheme
 from ..stage import both, stage
 from ..states import Context, ExpertTensors, State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """One field of w13 or w2 of a block: [B, R, *shape], to be read."""
+
+    matrix: str
+    field: Field
+    scheme: WeightScheme
+    bits: int
+    projections: tuple[str, ...]
+    stacked: torch.Tensor
 
 
 @stage(
@@ -25,43 +42,62 @@ def gather(state: State, context: Context) -> State:
     """Read the block's tensors from `expert_tensors` and stack them, on the context's device."""
     experts: ExpertTensors = state["expert_tensors"]
     method = METHODS[context.scheme.quant_method]
-    spelling, facts = experts.module.spelling, state.facts
+    parts = list(_parts(state, context))
+    if context.device.type != "meta":
+        experts.read_all(
+            (_key(expert, projection, part.field), part.stacked[i, j])
+            for part in parts
+            for i, expert in enumerate(state.experts)
+            for j, projection in enumerate(part.projections)
+        )
     written: dict[str, torch.Tensor] = {}
+    for part in parts:
+        becomes = part.field.becomes
+        stacked = part.stacked.to(context.device, non_blocking=context.staging is not None)
+        if becomes in ("weight_scale", "weight_bias") and stacked.device.type != "meta":
+            _check_values(experts, part.field, stacked, state.experts, part.projections, context)
+        canonical = method.canonical(str(becomes), stacked, part.scheme, bits=part.bits)
+        side_by_side = canonical if becomes == "weight_g_idx" else canonical.flatten(1, 2)
+        written[f"{part.matrix}_{becomes}"] = side_by_side
+    return state.evolve(written, drop=("expert_tensors",))
+
+
+def _parts(state: State, context: Context) -> Iterator[Gathered]:
+    """The fields that the layer has, with memory to read them into."""
+    experts: ExpertTensors = state["expert_tensors"]
+    method = METHODS[context.scheme.quant_method]
+    spelling, facts = experts.module.spelling, state.facts
     for matrix, projections, scheme, n, k in (
         ("w13", (spelling.gate, spelling.up), context.scheme.w13, facts.intermediate_size, facts.hidden_size),
         ("w2", (spelling.down,), context.scheme.w2, facts.hidden_size, facts.intermediate_size),
     ):
-        bits = facts.w13.bits if matrix == "w13" else facts.w2.bits
         for field in method.fields(scheme, size_n=n, size_k=k):
-            if field.becomes is None or _key(state.experts[0], projections[0], field) not in experts.shapes:
+            first = _key(state.experts[0], projections[0], field)
+            if field.becomes is None or first not in experts.shapes:
                 continue
-            stacked = _stack(experts, field, state.experts, projections, context)
-            if field.becomes in ("weight_scale", "weight_bias") and stacked.device.type != "meta":
-                _check_values(experts, field, stacked, state.experts, projections, context)
-            canonical = method.canonical(field.becomes, stacked, scheme, bits=bits)
-            side_by_side = canonical if field.becomes == "weight_g_idx" else canonical.flatten(1, 2)
-            written[f"{matrix}_{field.becomes}"] = side_by_side
-    return state.evolve(written, drop=("expert_tensors",))
+            yield Gathered(
+                matrix=matrix,
+                field=field,
+                scheme=scheme,
+                bits=facts.w13.bits if matrix == "w13" else facts.w2.bits,
+                projections=projections,
+                stacked=_empty(
+                    (len(state.experts), len(projections), *field.shape),
+                    experts.shapes[first][0],
+                    experts,
+                    context,
+                ),
+            )
 
 
-def _stack(
-    experts: ExpertTensors, field: Field, block: range, projections: tuple[str, ...], context: Context
+def _empty(
+    shape: tuple[int, ...], dtype: torch.dtype | None, experts: ExpertTensors, context: Context
 ) -> torch.Tensor:
-    """[B, R, *shape] of one field, each tensor read into its place."""
-    dtype, _ = experts.shapes[_key(block[0], projections[0], field)]
-    shape = (len(block), len(projections), *field.shape)
-    if context.device.type == "meta":
-        return torch.empty(shape, dtype=dtype, device="meta")
-    staging = context.staging
-    if staging is not None:
-        stacked = staging.empty(shape, dtype)
-    else:
-        device = context.device if experts.source.fills_any_device else torch.device("cpu")
-        stacked = torch.empty(shape, dtype=dtype, device=device)
-    for i, expert in enumerate(block):
-        for j, projection in enumerate(projections):
-            experts.read_into(_key(expert, projection, field), stacked[i, j])
-    return stacked.to(context.device, non_blocking=staging is not None)
+    """Memory that the source can fill."""
+    if context.staging is not None:
+        return context.staging.empty(shape, dtype)
+    fillable = context.device.type == "meta" or experts.source.fills_any_device
+    return torch.empty(shape, dtype=dtype, device=context.device if fillable else "cpu")
 
 
 def _check_values(

@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
 
 from checkpoint_spec import CheckpointSpec
 from checkpoints import make_source, write_source
+from repeated import write_repeated
 
 MIB = 1 << 20
 SCRIPT = """
@@ -44,23 +44,6 @@ for path in sys.argv[2:]:
 """
 
 
-def write_large(path: Path, spec: CheckpointSpec, num_experts: int) -> int:
-    """A checkpoint of many experts, all with the tensors of one; bytes of one expert."""
-    source = make_source(spec)
-    (module,) = source.layers
-    one = source.expert_tensors(module)
-    config = source.config | {"num_experts": num_experts}
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(config))
-    tensors = {
-        f"{module}.{expert}.{key.removeprefix('0.')}": tensor.clone()
-        for expert in range(num_experts)
-        for key, tensor in one.items()
-    }
-    save_file(tensors, path / "model.safetensors")
-    return sum(tensor.nbytes for tensor in one.values())
-
-
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured by /proc of Linux")
 def test_peak_of_a_layer(tmp_path: Path) -> None:
     """Blocks of 8 MiB of layers of 120 MiB, with and without an order: far below two layers.
@@ -75,7 +58,7 @@ def test_peak_of_a_layer(tmp_path: Path) -> None:
     experts, per_expert = 72, 0
     for name, actorder in (("plain", None), ("ordered", "group")):
         spec = replace(small, hidden_size=1024, intermediate_size=1024, actorder=actorder, extras=())
-        per_expert = write_large(tmp_path / name, spec, experts)
+        per_expert = write_repeated(tmp_path / name, spec, num_experts=experts)
     block_bytes = 8 * MIB
     folders = [str(tmp_path / name) for name in ("small", "plain", "ordered")]
     command = [sys.executable, "-c", SCRIPT, str(block_bytes), *folders]

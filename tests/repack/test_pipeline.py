@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,9 @@ def test_a_plan_reads_nothing() -> None:
 
         def read_into(self, name: str, out: torch.Tensor) -> None:
             raise AssertionError(f"{name} was read")
+
+        def read_all(self, wanted: Iterable[tuple[str, torch.Tensor]]) -> None:
+            raise AssertionError(f"{list(wanted)} were read")
 
     source = make_source(replace(SPEC, weight_shape=None))
     scheme = QuantScheme.from_config(source.config["quantization_config"], MODULE)

@@ -131,7 +131,8 @@ def test_layers_are_the_same(tmp_path: Path, lanes: list[CpuLane], rank: dict[st
     for folder in ("source", "packed"):
         for name, layer in load_layers(tmp_path / folder, **rank).items():  # type: ignore[arg-type]
             same_layer(layer, expected[name])
-        assert sum(lane.blocks for lane in lanes) == expected[name].num_experts
+        mapped = folder == "packed" and not rank  # whole, and on a CPU: nothing is read
+        assert sum(lane.blocks for lane in lanes) == (0 if mapped else expected[name].num_experts)
         lanes.clear()
 
 

@@ -259,7 +259,7 @@ def test_pinned_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(process, "run_blocks", lambda *args: run(*args, block_bytes=1 << 20))
     load_layers(tmp_path, "cuda")
     assert pinned
-    assert sum(pinned) <= (1 << 20) // 2 + len(pinned) * blocks.LANE_SPARE_BYTES
+    assert sum(pinned) <= (1 << 20) // 2 + len(pinned) * blocks.SPARE_BYTES
 
 
 def test_problems_are_those_of_a_cpu(tmp_path: Path, small_blocks: None) -> None:

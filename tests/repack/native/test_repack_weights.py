@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from marlin_moe.kernels.errors import LayoutError
 from marlin_moe.repack.native.path import load_extension
-from marlin_moe.repack.native.repack_weights import repack_weights, run_c_loop
+from marlin_moe.repack.native.repack_weights import repack_weights, run_c_loop, unpack_weights
 from oracle_marlin import marlin_qweight
 
 EXTENSION = load_extension()
@@ -258,3 +258,22 @@ def test_rows_of_experts_may_be_interleaved(path: str) -> None:
     out.fill_(GUARD)
     fill(path, weight_packed, out, 4)
     assert_same(out, expected_qweight(weight_packed, 4), path)
+
+
+@pytest.mark.parametrize("k", [16, 48, 128, 144, 2064])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("path", ["0", None])
+def test_unpacking_is_the_inverse(
+    monkeypatch: pytest.MonkeyPatch, path: str | None, bits: int, k: int
+) -> None:
+    if path is None:
+        monkeypatch.delenv("MARLIN_MOE_NATIVE", raising=False)
+    else:
+        monkeypatch.setenv("MARLIN_MOE_NATIVE", path)
+    for experts, n in ((1, 64), (3, 128), (2, 320)):
+        words = random_words(experts, n, k * bits // 32, seed=k)
+        qweight = expected_qweight(words, bits)
+        assert_same(unpack_weights(qweight, bits=bits), words, (path, bits, k, n))
+        apart = torch.full((experts, 2 * qweight.shape[1], qweight.shape[2]), GUARD, dtype=torch.int32)
+        apart[:, ::2] = qweight
+        assert_same(unpack_weights(apart[:, ::2], bits=bits), words, ("rows apart", path, bits, k, n))

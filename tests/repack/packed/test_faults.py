@@ -56,7 +56,7 @@ def test_a_stopped_run_resumes_and_redoes_nothing(
 ) -> None:
     pair, packed = pair_of("plain"), tmp_path / "packed"
     with pytest.raises(RuntimeError, match="stopped"):
-        repack_checkpoint(pair.source, packed, progress=StopAt(file))
+        repack_checkpoint(pair.source, packed, workers=1, progress=StopAt(file))
     if file == "experts-0.safetensors":
         assert not packed.exists(), "a run that finished nothing leaves nothing"
         return
@@ -84,7 +84,7 @@ class Kill:
         if self.count == int(sys.argv[3]):
             os.kill(os.getpid(), signal.SIGKILL)
 
-repack_checkpoint(sys.argv[1], sys.argv[2], block_bytes=1, progress=Kill())
+repack_checkpoint(sys.argv[1], sys.argv[2], workers=1, block_bytes=1, progress=Kill())
 """
 
 
@@ -144,7 +144,7 @@ def test_a_second_run_is_kept_out(pair_of: Callable[[str], Any], tmp_path: Path)
                 tried.append(what)
 
     repack_checkpoint(pair.source, packed, progress=SecondRun())
-    assert tried == ["experts-0.safetensors"]
+    assert len(tried) == 1
     assert contents(packed) == contents(pair.packed)
 
 
@@ -167,7 +167,7 @@ def test_a_full_disk_is_an_error_with_its_errno(
         with pytest.raises(
             PackedError, match=rf"experts-1.*allocating \d+ bytes failed: .*{name}\).*goes on"
         ):
-            repack_checkpoint(pair.source, packed)
+            repack_checkpoint(pair.source, packed, workers=1)
     assert_unfinished(packed)
     assert sorted(p.name for p in packed.iterdir()) == [WORK, "experts-0.safetensors"]
     assert not list((packed / WORK).glob("*.partial"))
@@ -198,7 +198,7 @@ def test_a_source_that_changes_between_runs_is_refused(
 ) -> None:
     source, packed = own_pair("plain").source, tmp_path / "new"
     with pytest.raises(RuntimeError, match="stopped"):
-        repack_checkpoint(source, packed, progress=StopAt("experts-1.safetensors"))
+        repack_checkpoint(source, packed, workers=1, progress=StopAt("experts-1.safetensors"))
     time.sleep(0.01)
     flip_tensor_bit(source, "model.layers.1.mlp.experts.0.up_proj.weight_packed")  # sizes and headers stay
     before = contents(packed)
@@ -238,7 +238,7 @@ def test_values_that_no_layer_can_have_leave_nothing_that_loads(tmp_path: Path) 
     name = "model.layers.1.mlp.experts.3.down_proj.weight_scale"
     replace_tensor(source, name, lambda tensor: tensor.fill_(float("nan")))
     with pytest.raises(ExpertsError, match=name.replace(".", r"\.")):
-        repack_checkpoint(source, packed)
+        repack_checkpoint(source, packed, workers=1)
     assert_unfinished(packed)
     assert sorted(p.name for p in packed.iterdir()) == [WORK, "experts-0.safetensors"]
 
@@ -270,7 +270,7 @@ def test_padding_bits_that_could_not_be_restored_are_refused(tmp_path: Path) -> 
     assert contents(tmp_path / "again") == contents(tmp_path / "zeros")
     odd_checkpoint(tmp_path / "bits", spare=1 << 16)
     with pytest.raises(ExpertsError) as caught:
-        repack_checkpoint(tmp_path / "bits", tmp_path / "refused")
+        repack_checkpoint(tmp_path / "bits", tmp_path / "refused", workers=1)
     for field in ("w13_weight_zero_point", "w2_weight_packed"):
         assert f"experts.3 {field}: expected zeros in the 4 fields" in str(caught.value)
     assert not (tmp_path / "refused").exists()

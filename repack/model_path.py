@@ -1,0 +1,61 @@
+"""A directory, or the name of a model on the Hugging Face Hub -> the directory that holds its files."""
+
+import os
+import re
+from pathlib import Path
+
+from .errors import CheckpointError
+
+MODEL_ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*?)(?:@(?P<revision>[\w./-]+))?")
+"""`org/model`, or `org/model@revision`."""
+
+OTHER_FILES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "original/*")
+"""Files of a repository that are never read here, and are not fetched."""
+
+
+def model_path(path: str | Path) -> Path:
+    """What stands at `path`, else the hub's snapshot of the model of that name.
+
+    huggingface_hub finds it in its local cache, or fetches it there first. The snapshot's links into `blobs/`
+    are read as they are.
+
+    Raises:
+        CheckpointError: huggingface_hub is not installed, or has no such model, or cannot fetch it (offline,
+            gated, a full disk); it says how to get it.
+    """
+    text = os.fspath(path)
+    found = MODEL_ID.fullmatch(text)
+    if found is None or os.path.lexists(path):
+        return Path(path)
+    name, revision = found["id"], found["revision"]
+    fetch = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+    expected = f"{text}: expected a directory or a model on the Hugging Face Hub, got no such directory, and"
+    try:
+        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+    except ImportError as error:
+        raise CheckpointError(
+            f"{expected} huggingface_hub, which finds models, cannot be imported: {error}. "
+            f"pip install 'marlin-moe[hub]', then {fetch}; or name a directory."
+        ) from error
+    try:
+        offline = constants.HF_HUB_OFFLINE  # then the client still asks for the files of a commit
+        snapshot = snapshot_download(
+            name, revision=revision, ignore_patterns=list(OTHER_FILES), local_files_only=offline
+        )
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"{expected} no complete copy in the hub's local cache: {_first_line(error)} Where there is a "
+            f"network, run {fetch} (and unset HF_HUB_OFFLINE); or copy it here and name its directory."
+        ) from error
+    except Exception as error:  # whatever its client meets: the network, a missing right, a full disk
+        raise CheckpointError(
+            f"{expected} from the hub: {_first_line(error)} Check the name; for a gated model run "
+            f"hf auth login, then {fetch}."
+        ) from error
+    return Path(snapshot)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).rstrip(".") + "."

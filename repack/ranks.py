@@ -1,0 +1,143 @@
+"""Processes that share one run, on one machine or many, as torchrun or Slurm start them: `Ranks`.
+
+Rank and world size come from torch.distributed's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+The processes have the source and the destination in common, on a file system that all of them see, and speak
+to one another only to begin and to end together.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from .errors import MarlinMoEError
+
+LONGEST_WAIT = timedelta(days=7)
+"""A rank that dies is noticed at once; one that works may keep the others waiting as long as it takes."""
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """This process among those that share a run; alone by default."""
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+
+    @property
+    def is_first(self) -> bool:
+        """Rank 0, which opens the run, writes the manifest and reports."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[Item]) -> list[Item]:
+        """This rank's part of items that all ranks have in the same order."""
+        return list(items[self.rank :: self.size])
+
+    def together(self, step: Callable[[], Result]) -> list[Result]:
+        """The results of a step that every rank takes, in order of rank, once all have taken it.
+
+        Raises:
+            MarlinMoEError: another rank failed, with its words, or was lost.
+            Exception: this rank's own, once all have taken the step.
+        """
+        if self.size == 1:
+            return [step()]
+        failure: Exception | None = None
+        result: Result | None = None
+        try:
+            result = step()
+        except Exception as error:
+            failure = error
+        told = None if failure is None else str(failure) or repr(failure)
+        try:
+            outcomes = self._exchange((told, result))
+        except MarlinMoEError:
+            if failure is None:
+                raise
+        if failure is not None:
+            raise failure
+        for rank, (text, _) in enumerate(outcomes):
+            if text is not None:
+                raise MarlinMoEError(f"rank {rank} of {self.size} failed: {text}")
+        return [value for _, value in outcomes]
+
+    def _exchange(self, mine: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        outcomes: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(outcomes, mine, group=self.group)
+        except RuntimeError as error:
+            raise MarlinMoEError(
+                f"rank {self.rank}: expected to hear from all {self.size} ranks, got {error}. A rank was "
+                "lost. Run the same command again: it completes what is missing."
+            ) from error
+        return outcomes
+
+
+ALONE = Ranks()
+
+
+@contextmanager
+def ranks_from_environment() -> Iterator[Ranks]:
+    """The ranks that torch.distributed's environment describes, with a gloo group; `ALONE` without one.
+
+    Raises:
+        MarlinMoEError: a variable is missing or no number, or the ranks do not find one another.
+    """
+    size = _number("WORLD_SIZE", default=1)
+    if size == 1:
+        yield ALONE
+        return
+    missing = [name for name in VARIABLES if not os.environ.get(name)]
+    if missing:
+        raise MarlinMoEError(
+            f"WORLD_SIZE={size}: expected {', '.join(VARIABLES)} beside it, as torchrun sets them, got no "
+            f"{', '.join(missing)}. Start it with torchrun, or unset WORLD_SIZE to run alone."
+        )
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    ours = not dist.is_initialized()
+    rank, store = _number("RANK", default=0), None
+    try:
+        if ours:
+            store, _, _ = next(rendezvous("env://", timeout=LONGEST_WAIT))
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=LONGEST_WAIT)
+        group = None if ours else dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
+    except (RuntimeError, ValueError) as error:
+        raise MarlinMoEError(
+            f"rank {rank} of {size}: expected to meet the others at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, got {error}. Start all ranks with one "
+            "torchrun, or one rendezvous."
+        ) from error
+    try:
+        yield Ranks(rank=rank, size=size, group=group)
+        if store is not None:
+            _leave_together(store, rank, size)
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _leave_together(store: Any, rank: int, size: int) -> None:
+    """Wait until no rank speaks any more: gloo aborts where a peer's connection closes in mid-sentence."""
+    keys = [f"marlin-moe/left/{number}" for number in range(size)]
+    store.set(keys[rank], "")
+    with suppress(RuntimeError):  # the rank that keeps the store may have gone, after all the others
+        store.wait(keys, timedelta(minutes=1))
+
+
+def _number(name: str, *, default: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not text.isdecimal():
+        raise MarlinMoEError(f"{name}: expected a number, as torchrun sets it, got {text!r}. Unset it.")
+    return int(text)
