@@ -35,12 +35,6 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-READ_AHEAD_BYTES = 128 << 10
-"""The usual read-ahead of a disk (/sys/block/*/queue/read_ahead_kb)."""
-
-PROBED_BYTES = 8 << 20
-"""Whether a stretch of these bytes is in memory is told by its last page."""
-
 MOST_BUFFERS = 512
 """Of one read; Linux takes 1024."""
 
@@ -174,32 +168,6 @@ class TensorFile:
                     f"after {done} of them. It was cut short while it was read; fetch it again."
                 )
             done += count
-
-    def read_ahead(self, offset: int, nbytes: int) -> None:
-        """Ask the kernel to have these bytes in memory soon, where it takes such advice.
-
-        It reads as fast as the disk gives, without waiting for a page to be touched; Linux takes no more of
-        one request than the disk's read-ahead. Stretches that are in memory already are passed over.
-        """
-        if not hasattr(os, "posix_fadvise"):
-            return
-        stop = offset + nbytes
-        for stretch in range(offset, stop, PROBED_BYTES):
-            end = min(stretch + PROBED_BYTES, stop)
-            if self._in_memory(end - 1):
-                continue
-            for start in range(stretch, end, READ_AHEAD_BYTES):
-                count = min(READ_AHEAD_BYTES, end - start)
-                os.posix_fadvise(self._fd, start, count, os.POSIX_FADV_WILLNEED)
-
-    def _in_memory(self, offset: int) -> bool:
-        """Whether the page of a byte is, as far as the system says."""
-        if not hasattr(os, "RWF_NOWAIT"):
-            return False
-        try:
-            return os.preadv(self._fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-        except OSError:  # not there, or a file system that cannot tell
-            return False
 
     def fileno(self) -> int:
         """The descriptor."""

@@ -149,7 +149,7 @@ class PackedSource:
     def mapped(self, field: str, experts: range) -> torch.Tensor:
         """A field of some experts, as a view of a map of its file, whose length was checked when opened.
 
-        The map is private: what is written to it stays here. The kernel is told to read the bytes ahead.
+        The map is private: what is written to it stays here. The system reads what is touched.
         """
         entry = self.checkpoint.tensors[tensor_name(self.module, field)]
         file = self.checkpoint.files[entry.file]
@@ -159,6 +159,5 @@ class PackedSource:
             )
         per_expert = entry.nbytes // entry.shape[0]
         start, nbytes = entry.offset_bytes + experts.start * per_expert, len(experts) * per_expert
-        file.read_ahead(start, nbytes)
         data = self.maps[entry.file][start : start + nbytes]
         return data.view(entry.torch_dtype).view(len(experts), *entry.shape[1:])
