@@ -17,6 +17,9 @@ from .errors import MarlinMoEError
 LONGEST_WAIT = timedelta(days=7)
 """A rank that dies is noticed at once; one that works may keep the others waiting as long as it takes."""
 
+LONGEST_MEETING = timedelta(minutes=30)
+"""Until all ranks have started; a missing one is an error then."""
+
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 Item = TypeVar("Item")
@@ -102,14 +105,19 @@ def ranks_from_environment() -> Iterator[Ranks]:
             f"WORLD_SIZE={size}: expected {', '.join(VARIABLES)} beside it, as torchrun sets them, got no "
             f"{', '.join(missing)}. Start it with torchrun, or unset WORLD_SIZE to run alone."
         )
+    rank = _number("RANK", default=0)
+    if rank >= size:
+        raise MarlinMoEError(
+            f"RANK={rank}: expected less than WORLD_SIZE={size}, because ranks count from 0. Start it with "
+            "torchrun, or set both as it does."
+        )
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
-    ours = not dist.is_initialized()
-    rank, store = _number("RANK", default=0), None
+    ours, store = not dist.is_initialized(), None
     try:
         if ours:
-            store, _, _ = next(rendezvous("env://", timeout=LONGEST_WAIT))
+            store, _, _ = next(rendezvous("env://", timeout=LONGEST_MEETING))
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=LONGEST_WAIT)
         group = None if ours else dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
     except (RuntimeError, ValueError) as error:

@@ -90,7 +90,7 @@ class FileMaker:
             experts, facts = layer.source.experts, layer.facts
             run_blocks(pipeline, experts, facts, context, file, block_bytes=self.block_bytes)
             record = file.finish()
-        return {"file": record.as_json(), "dead_projections": dead}
+        return {"file": record.as_json(), "dead_projections": sorted(dead)}  # whatever the blocks were
 
     def _rest(self, plan: Any) -> dict[str, Any]:
         return {"file": write_rest_file(self.checkpoint, self.journal, plan, self.progress).as_json()}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from checkpoints import CheckpointSpec, write_checkpoint
+from checkpoints import CheckpointSpec, make_source, write_checkpoint, write_source
 from marlin_moe import MarlinMoEError, repack_checkpoint
 from marlin_moe.repack.errors import PackedError
 from marlin_moe.repack.ranks import ranks_from_environment
@@ -58,6 +58,21 @@ def test_any_number_of_workers_makes_the_same_bytes(
     assert (report.workers, report.ranks) == (workers, 1)
     assert watch.done == watch.total
     assert len(watch.names) == workers
+
+
+def test_dead_experts_are_listed_alike_whatever_the_blocks_are(tmp_path: Path) -> None:
+    source = make_source(CheckpointSpec())
+    for name, tensor in source.tensors.items():
+        if name.endswith(("1.up_proj.weight_scale", "2.down_proj.weight_scale", "0.down_proj.weight_scale")):
+            tensor.zero_()
+    write_source(tmp_path / "source", source)
+    made = []
+    for name, block_bytes in (("one", 1), ("all", 1 << 30)):
+        repack_checkpoint(
+            tmp_path / "source", tmp_path / name, workers=1, block_bytes=block_bytes, allow_dead_experts=True
+        )
+        made.append(contents(tmp_path / name))
+    assert made[0] == made[1]
 
 
 def test_the_first_error_stops_the_other_workers(single: tuple[Path, Path], tmp_path: Path) -> None:
@@ -154,6 +169,10 @@ def test_a_rank_of_an_earlier_run_that_is_alive_keeps_the_next_one_out(
     [
         ({"WORLD_SIZE": "four"}, r"WORLD_SIZE: expected a number.*got 'four'"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, r"WORLD_SIZE=2: .*got no MASTER_ADDR, MASTER_PORT"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "5", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            r"RANK=5: expected less than WORLD_SIZE=2",
+        ),
     ],
 )
 def test_an_environment_that_describes_no_ranks(
