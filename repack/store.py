@@ -242,11 +242,29 @@ class _Run:
 
     def _publish(self, manifest: Manifest) -> None:
         if self.ranks.is_first:
+            self._refuse_missing_files(manifest)
             if self.journal.finished(MANIFEST) is None:
                 content = manifest.as_bytes()
                 write_content(self.journal, MANIFEST, content, NoProgress())
                 self.journal.finish(MANIFEST, {"file": {"name": MANIFEST, "size_bytes": len(content)}})
             self.journal.complete()
+
+    def _refuse_missing_files(self, manifest: Manifest) -> None:
+        """Every file must be where this process sees it: ranks may have written to another directory."""
+        sizes = {file.name: file.size_bytes for file in manifest.tensor_files}
+        sizes |= {file.name: file.size_bytes for file in manifest.plain_files}
+        folder = self.journal.destination
+        missing = [
+            name
+            for name, size_bytes in sizes.items()
+            if not (folder / name).is_file() or (folder / name).stat().st_size != size_bytes
+        ]
+        if missing:
+            raise CheckpointError(
+                f"{folder}: expected all files of the run, whole, before the manifest, got no "
+                f"{shorten(missing)} of their size. Give all {self.ranks.size} ranks one directory that all "
+                "of them see, and run it again."
+            )
 
     def _complete(self) -> None:
         if self.ranks.is_first:

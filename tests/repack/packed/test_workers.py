@@ -75,6 +75,24 @@ def test_dead_experts_are_listed_alike_whatever_the_blocks_are(tmp_path: Path) -
     assert made[0] == made[1]
 
 
+def test_no_manifest_without_the_files_that_another_rank_says_it_made(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "source", num_layers=2)
+
+    class Elsewhere(Threads):
+        """What a rank with a directory of its own leaves in this one: nothing."""
+
+        def advance(self, done_bytes: int, what: str) -> None:
+            super().advance(done_bytes, what)
+            if what != "experts-0.safetensors":
+                (tmp_path / "packed" / "experts-0.safetensors").unlink(missing_ok=True)
+
+    with pytest.raises(MarlinMoEError, match=r"before the manifest, got no experts-0\.safetensors"):
+        repack_checkpoint(tmp_path / "source", tmp_path / "packed", workers=1, progress=Elsewhere())
+    assert not (tmp_path / "packed" / MANIFEST).exists()
+    repack_checkpoint(tmp_path / "source", tmp_path / "packed", workers=1)
+    assert (tmp_path / "packed" / MANIFEST).exists()
+
+
 def test_the_first_error_stops_the_other_workers(single: tuple[Path, Path], tmp_path: Path) -> None:
     class Fail(Threads):
         def advance(self, done_bytes: int, what: str) -> None:
