@@ -23,16 +23,13 @@ from ..plan.prefill import GemmVariant, PrefillVariant
 from ..plan.problem import LayerFacts
 from ..plan.reference import too_few_rows
 from ..scratch import Lease
-from .cuda_arguments import KINDS, activation_numbers
-from .cuda_moe import VECTOR_BYTES, matrices_of, sm_count, with_vector_rows
+from .cuda_arguments import KINDS, activation_numbers, flags_of
+from .cuda_moe import VECTOR_BYTES, as_it_lies, matrices_of, sm_count, with_vector_rows
 from .prefill_arguments import (
     DIRECT,
-    IDS64,
     NO_MAP,
     OUT_ALIGNED,
     PARAMETERS,
-    WEIGHT_ON_INPUT,
-    WEIGHTS_FP32,
     activations_map,
     weight_maps,
     with_maps,
@@ -47,8 +44,8 @@ MOST_X_BYTES = 2**32 - 1  # of a chunk: the kernels' offsets into x have 32 bits
 def run(arguments: MoEArguments, out: torch.Tensor, lease: Lease) -> None:
     """Write the layer's output for x [M, H] into out [M, H] on the current stream, in chunks of the lease."""
     x = with_vector_rows(arguments.x)
-    weights, ids = arguments.topk_weights.contiguous(), arguments.topk_ids.contiguous()
-    expert_map = None if arguments.expert_map is None else arguments.expert_map.contiguous()
+    weights, ids = as_it_lies(arguments.topk_weights), as_it_lies(arguments.topk_ids)
+    expert_map = None if arguments.expert_map is None else as_it_lies(arguments.expert_map)
     facts = arguments.workspace().facts
     tokens, top_k = ids.shape
     chunk = min(tokens, lease.plan.rows // top_k, MOST_X_BYTES // max(1, x.stride(0) * x.element_size()))
@@ -56,7 +53,7 @@ def run(arguments: MoEArguments, out: torch.Tensor, lease: Lease) -> None:
         raise too_few_rows(top_k, lease.plan.rows)
     variant = planner.choose_variant(facts, rows=chunk * top_k)
     layer = arguments.layer
-    flags = flags_of(arguments, out)
+    flags = all_flags(arguments, out)
     matrices, fixed = matrices_of(layer), fixed_numbers(arguments, facts, variant, flags)
     activations = lease.buffers["activations"]
     first_maps = weight_maps(layer.w13) + NO_MAP
@@ -88,13 +85,16 @@ def run(arguments: MoEArguments, out: torch.Tensor, lease: Lease) -> None:
                 prepared_sum(facts.scales_dtype, facts.hidden_size, now, x.device)(stream, parameters)
 
 
-def flags_of(arguments: MoEArguments, out: torch.Tensor) -> int:
+def all_flags(arguments: MoEArguments, out: torch.Tensor) -> int:
     """The flags of a call."""
     aligned = (out.data_ptr() | out.stride(0) * out.element_size()) % VECTOR_BYTES == 0
     return (
-        IDS64 * (arguments.topk_ids.dtype == torch.int64)
-        | WEIGHTS_FP32 * (arguments.topk_weights.dtype == torch.float32)
-        | WEIGHT_ON_INPUT * arguments.apply_router_weight_on_input
+        flags_of(
+            arguments.topk_ids,
+            arguments.topk_weights,
+            weight_on_input=arguments.apply_router_weight_on_input,
+            slots_fp32=False,
+        )
         | DIRECT * (aligned and arguments.topk_ids.shape[1] == 1)
         | OUT_ALIGNED * aligned
     )

@@ -28,8 +28,8 @@ PARAMETERS = struct.Struct("<21Q2q8iIi5f4x")
 MAP_BYTES = 128
 NO_MAP = bytes(MAP_BYTES)
 
-IDS64, WEIGHTS_FP32, WEIGHT_ON_INPUT, DIRECT, OUT_ALIGNED = 1, 2, 4, 8, 16
-"""`PrefillFlags` in `cuda/prefill_args.cuh`."""
+DIRECT, OUT_ALIGNED = 8, 16
+"""`PrefillFlags` in `cuda/prefill_args.cuh`, behind those that all kernels have (`cuda_arguments`)."""
 
 HALF_COLUMNS = 128
 TOKEN_BOX_ROWS = 16

@@ -113,15 +113,15 @@ __device__ __forceinline__ void activate_item(const MoEArgs& args, const Work& w
   float weight = weighted ? routes.weights[item.row] : 1.0f;
 #pragma unroll 1
   for (int i = sub; i < 4; i += lanes) {
-    float other = 0.0f, one = finish<Type, W13>(gate[i], args.w13, item.expert, item.column + i, SIZE_N1, weight);
-    if (GATED) other = finish<Type, W13>(up[i], args.w13, item.expert, INTERMEDIATE + item.column + i, SIZE_N1, weight);
+    float other = 0.0f, one = finish<Type, W13>(gate[i] * Type::SUM_FACTOR, args.w13, item.expert, item.column + i, SIZE_N1, weight);
+    if (GATED) other = finish<Type, W13>(up[i] * Type::SUM_FACTOR, args.w13, item.expert, INTERMEDIATE + item.column + i, SIZE_N1, weight);
     to[item.to + i] = Type::from_float(activate(one, other, args));
   }
 }
 
 // A sum over K of w2 with its scale or bias, where it has those outside of the groups; not in line, for it is rare.
 __device__ __noinline__ float finish_apart(float sum, const MoEArgs& args, int expert, int column) {
-  return finish<Type, W2>(sum, args.w2, expert, column, HIDDEN, 1.0f);
+  return finish<Type, W2>(sum * Type::SUM_FACTOR, args.w2, expert, column, HIDDEN, 1.0f);
 }
 
 // Four columns of one row of GEMM 2, summed over parts of K, times the router's weight: added to `total`.

@@ -32,11 +32,6 @@ struct RouteCounts {
   int tiles, rows;
 };
 
-__device__ __forceinline__ float router_weight(const MoEArgs& args, int flags, int slot) {
-  return flags & WEIGHTS_FP32 ? static_cast<const float*>(args.topk_weights)[slot]
-                              : Type::to_float(static_cast<const Scalar*>(args.topk_weights)[slot]);
-}
-
 __device__ __forceinline__ int warp_prefix(int v) {  // exclusive
   int sum = v, lane = threadIdx.x & 31;
 #pragma unroll
@@ -60,7 +55,7 @@ __device__ __forceinline__ void put_row(const Routes& routes, int slot, int row,
 // Up to 32 slots: one warp, experts in the order of their first slots.
 __device__ __forceinline__ RouteCounts route_few(const MoEArgs& args, int flags, const Routes& routes) {
   int slots = args.tokens * args.top_k, lane = threadIdx.x & 31;
-  float weight = lane < slots ? router_weight(args, flags, lane) : 0.0f;
+  float weight = lane < slots ? router_weight<Type>(args, flags, lane) : 0.0f;
   int expert = lane < slots ? expert_of(args, lane, flags & IDS64) : -1;
   u32 same = __match_any_sync(~0u, expert);
   int first = __ffs(same) - 1, rows = __popc(same);
@@ -87,7 +82,7 @@ __device__ __forceinline__ RouteCounts route_many(const MoEArgs& args, int flags
   for (int i = 0; i < SLOTS_A_LANE; i++) {
     int slot = first + 32 * i;
     expert[i] = -1;
-    if (i < runs && slot < slots) expert[i] = expert_of(args, slot, flags & IDS64), weight[i] = router_weight(args, flags, slot);
+    if (i < runs && slot < slots) expert[i] = expert_of(args, slot, flags & IDS64), weight[i] = router_weight<Type>(args, flags, slot);
   }
   for (int i = threadIdx.x; i < WARPS * experts / 2; i += blockDim.x) reinterpret_cast<u32*>(counts)[i] = 0;
   __syncthreads();

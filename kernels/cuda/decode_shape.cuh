@@ -9,17 +9,10 @@
 #include "slot.cuh"
 #include "sync.cuh"
 
-template <bool YES, class A, class B>
-struct Choose { typedef A type; };
-template <class A, class B>
-struct Choose<false, A, B> { typedef B type; };
-
-typedef Choose<FP16, Fp16, Bf16>::type Type;
+typedef SixteenBits<FP16>::Type Type;
 typedef Type::Scalar Scalar;
 typedef Format<W13_BITS, W13_GROUP, W13_SYMMETRIC> W13;
 typedef Format<W2_BITS, W2_GROUP, W2_SYMMETRIC> W2;
-
-enum Flags { IDS64 = 1, WEIGHTS_FP32 = 2, WEIGHT_ON_INPUT = 4 };
 
 constexpr int WARPS = TEAMS * STAGE_BLOCKS, THREADS = 32 * WARPS;  // without the producers
 constexpr int OCTETS = TOKEN_TILE / 8;

@@ -1,6 +1,6 @@
 // A finished sum over K of one column: scale, router weight, bias.
 #pragma once
-#include "dequant_fma.cuh"
+#include "number.cuh"
 
 // Where column n of single scales and of a bias lies: per 32 columns, 8a + 2i + b is at 8i + 2a + b.
 __device__ __forceinline__ int single_order(int column) {
@@ -14,7 +14,6 @@ template <class T, class F>
 __device__ __forceinline__ float finish(float sum, const MatrixArgs& matrix, int expert, int column, int size_n,
                                         float input_weight) {
   u64 place = static_cast<u64>(expert) * size_n + single_order(column);
-  sum *= T::SUM_FACTOR;
   typedef const typename T::Scalar* Scalars;
   if (!F::GROUP) sum *= T::to_float(static_cast<Scalars>(matrix.scales)[place]);
   sum *= input_weight;

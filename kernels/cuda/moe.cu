@@ -9,27 +9,15 @@
 #include "reduce.cuh"
 #include "route.cuh"
 
-template <bool YES, class A, class B>
-struct Choose { typedef A type; };
-template <class A, class B>
-struct Choose<false, A, B> { typedef B type; };
-
-typedef Choose<FP16, Fp16, Bf16>::type Type;
+typedef SixteenBits<FP16>::Type Type;
 typedef Type::Scalar Scalar;
 typedef Format<W13_BITS, W13_GROUP, W13_SYMMETRIC> W13;
 typedef Format<W2_BITS, W2_GROUP, W2_SYMMETRIC> W2;
-
-enum Flags { IDS64 = 1, WEIGHTS_FP32 = 2, WEIGHT_ON_INPUT = 4, SLOTS_FP32 = 8 };
 
 struct Tile {  // the tile's rows: which token, which slot, which router weight; -1 beyond the last
   int tokens[TOKEN_TILE], slots[TOKEN_TILE];
   float weights[TOKEN_TILE];
 };
-
-__device__ __forceinline__ float router_weight(const MoEArgs& args, int slot, int flags) {
-  return flags & WEIGHTS_FP32 ? static_cast<const float*>(args.topk_weights)[slot]
-                              : Type::to_float(static_cast<const Scalar*>(args.topk_weights)[slot]);
-}
 
 __device__ __forceinline__ void describe_tile(const MoEArgs& args, int tile, int flags, bool weighted, Tile& rows) {
   __syncthreads();  // the last tile's epilogue reads the same memory
@@ -38,7 +26,7 @@ __device__ __forceinline__ void describe_tile(const MoEArgs& args, int tile, int
     int slot = there ? args.sorted_slots[args.tile_row[tile] + threadIdx.x] : -1;
     rows.slots[threadIdx.x] = slot;
     rows.tokens[threadIdx.x] = there ? slot / args.top_k : -1;
-    rows.weights[threadIdx.x] = there && weighted ? router_weight(args, slot, flags) : 1.0f;
+    rows.weights[threadIdx.x] = there && weighted ? router_weight<Type>(args, flags, slot) : 1.0f;
   }
   __syncthreads();
 }

@@ -36,3 +36,8 @@ template <class Pair>
 __device__ __forceinline__ Pair pair_of(u32 bits) {
   return *reinterpret_cast<Pair*>(&bits);
 }
+
+template <bool IS_FP16>
+struct SixteenBits { typedef Bf16 Type; };
+template <>
+struct SixteenBits<true> { typedef Fp16 Type; };

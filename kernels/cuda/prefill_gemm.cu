@@ -12,12 +12,7 @@
 #include "prefill_epilogue.cuh"
 #include "prefill_load.cuh"
 
-template <bool YES, class A, class B>
-struct Choose { typedef A type; };
-template <class A, class B>
-struct Choose<false, A, B> { typedef B type; };
-
-typedef Choose<FP16, Fp16, Bf16>::type Type;
+typedef SixteenBits<FP16>::Type Type;
 typedef Type::Scalar Scalar;
 typedef Format<BITS, GROUP, SYMMETRIC> F;
 typedef Layout<F, TOKEN_TILE, STAGES> L;

@@ -9,6 +9,14 @@
 #pragma once
 #include "args.cuh"
 
+enum Flags { IDS64 = 1, WEIGHTS_FP32 = 2, WEIGHT_ON_INPUT = 4, SLOTS_FP32 = 8 };
+
+template <class T>
+__device__ __forceinline__ float router_weight(const MoEArgs& args, int flags, int slot) {
+  return flags & WEIGHTS_FP32 ? static_cast<const float*>(args.topk_weights)[slot]
+                              : T::to_float(static_cast<const typename T::Scalar*>(args.topk_weights)[slot]);
+}
+
 __device__ __forceinline__ int expert_of(const MoEArgs& args, int slot, bool ids64) {
   long long id = ids64 ? static_cast<const long long*>(args.topk_ids)[slot]
                        : static_cast<const int*>(args.topk_ids)[slot];

@@ -1,5 +1,6 @@
 """What is constant in every CUDA kernel of a layer: `KernelVariant`, a layer's formats and a token tile."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ COLUMNS = 128  # of a tile's sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelVariant:
+class KernelVariant(ABC):
     """One binary: everything that is a constant in it. Groups of 0 are one scale per column."""
 
     source: ClassVar[str]
@@ -50,13 +51,13 @@ class KernelVariant:
         return f"{self.kernel} {dtype} {'-'.join(matrices)}{kind} tile {self.token_tile}"
 
     @property
+    @abstractmethod
     def threads(self) -> int:
         """Of a block."""
-        raise NotImplementedError
 
+    @abstractmethod
     def smem_bytes(self, *, num_experts: int, slots: int) -> int:
         """Dynamic shared memory of a block, for calls of up to `slots` slots."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,29 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu2": Activation("relu2"),
 }
 
+FORMAT_FACTORS: dict[str, list[Any]] = {
+    "bits": [4, 8],
+    "group_size": [32, 64, 128, None],
+    "symmetric": [True, False],
+    "w2_bits": [4, 8],
+    "w2_group_size": [32, 64, 128, None],
+    "dtype": [torch.bfloat16, torch.float16],
+}
+"""Values of a case's fields that tests combine: the formats of both matrices."""
+
+CALL_FACTORS: dict[str, list[Any]] = {
+    "biased": [False, True],
+    "activation": list(ACTIVATIONS),
+    "on_input": [False, True],
+    "scaling": [1.0, 2.5],
+    "ids_dtype": [torch.int64, torch.int32],
+    "weights_in_x_dtype": [False, True],
+    "expert_map": ["none", "ranks", "shuffled"],
+    "routing": ["random", "one", "few", "holes"],
+    "view": ["plain", "gaps", "columns", "odd"],
+}
+"""The same for what a call can ask for."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoECase:

@@ -12,7 +12,7 @@ from marlin_moe.kernels.device import architecture
 from marlin_moe.kernels.jit.build import compile_all
 from marlin_moe.kernels.plan.cuda_moe import choose_variant
 from marlin_moe.kernels.plan.problem import LayerFacts
-from moe_cases import ACTIVATIONS, DenseMoE, MoECase, check, make_call, make_layer
+from moe_cases import CALL_FACTORS, FORMAT_FACTORS, DenseMoE, MoECase, check, make_call, make_layer
 from pairwise import missing, pairwise
 from places import Place
 
@@ -34,22 +34,9 @@ FACTORS: dict[str, list[Any]] = {
     "hidden_size": [64, 192, 320, 512],
     "padded_intermediate_size": [64, 192, 256],
     "padding": [0, 32, 63],
-    "bits": [4, 8],
-    "group_size": [32, 64, 128, None],
-    "symmetric": [True, False],
-    "w2_bits": [4, 8],
-    "w2_group_size": [32, 64, 128, None],
-    "dtype": [torch.bfloat16, torch.float16],
+    **FORMAT_FACTORS,
     "act_order": [False, True],
-    "biased": [False, True],
-    "activation": list(ACTIVATIONS),
-    "on_input": [False, True],
-    "scaling": [1.0, 2.5],
-    "ids_dtype": [torch.int64, torch.int32],
-    "weights_in_x_dtype": [False, True],
-    "expert_map": ["none", "ranks", "shuffled"],
-    "routing": ["random", "one", "few", "holes"],
-    "view": ["plain", "gaps", "columns", "odd"],
+    **CALL_FACTORS,
 }
 
 

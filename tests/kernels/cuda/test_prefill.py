@@ -17,7 +17,17 @@ from marlin_moe.kernels.plan import prefill as planner
 from marlin_moe.kernels.plan.prefill import TILE_SHAPES, TileShape
 from marlin_moe.kernels.plan.problem import LayerFacts
 from marlin_moe.kernels.scratch import Lease, Scratch, StreamKey
-from moe_cases import ACTIVATIONS, CaseLayer, DenseMoE, MoECall, MoECase, check, make_call, make_layer
+from moe_cases import (
+    CALL_FACTORS,
+    FORMAT_FACTORS,
+    CaseLayer,
+    DenseMoE,
+    MoECall,
+    MoECase,
+    check,
+    make_call,
+    make_layer,
+)
 from pairwise import pairwise
 
 FACTORS: dict[str, list[Any]] = {
@@ -28,21 +38,8 @@ FACTORS: dict[str, list[Any]] = {
     "hidden_size": [64, 192, 256, 512],
     "padded_intermediate_size": [64, 192, 256],
     "padding": [0, 32, 63],
-    "bits": [4, 8],
-    "group_size": [32, 64, 128, None],
-    "symmetric": [True, False],
-    "w2_bits": [4, 8],
-    "w2_group_size": [32, 64, 128, None],
-    "dtype": [torch.bfloat16, torch.float16],
-    "biased": [False, True],
-    "activation": list(ACTIVATIONS),
-    "on_input": [False, True],
-    "scaling": [1.0, 2.5],
-    "ids_dtype": [torch.int64, torch.int32],
-    "weights_in_x_dtype": [False, True],
-    "expert_map": ["none", "ranks", "shuffled"],
-    "routing": ["random", "one", "few", "holes"],
-    "view": ["plain", "gaps", "columns", "odd"],
+    **FORMAT_FACTORS,
+    **CALL_FACTORS,
     "max_tokens": [8192, 33],
 }
 
