@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
+from device_work import device_work
 from marlin_moe import fused_marlin_moe
 from moe_cases import MoECase, large_layer, make_call, make_layer
 
@@ -32,15 +31,6 @@ def host_us(call: Callable[[], Any]) -> float:
     return statistics.median(rounds)
 
 
-def device_work(call: Callable[[], Any]) -> list[str]:
-    """What a call gives the GPU to do: kernels, copies and memsets, by name."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        call()
-        torch.cuda.synchronize()
-    return [event.name for event in seen.events() if event.device_type == DeviceType.CUDA]
-
-
 def test_the_profiler_sees_launches() -> None:
     x = torch.zeros(8, device="cuda")
     assert len(device_work(lambda: x.add_(1).mul_(2))) == 2
@@ -56,7 +46,7 @@ def test_an_eager_call_takes_few_launches(tokens: int, view: str) -> None:
     out = torch.empty(call.x.shape, dtype=call.x.dtype, device="cuda")
     call.run(made.layer)
     for form in (lambda: call.run(made.layer), lambda: call.run(made.layer, out=out)):
-        names = device_work(form)
+        names = [work.name for work in device_work(form)]
         assert 1 <= len(names) <= MOST_LAUNCHES, names
         assert sum(name in ("moe", "decode") for name in names) == 1, names
 
