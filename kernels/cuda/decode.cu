@@ -153,6 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * TEAMS, 1) decode(con
   if (warp >= WARPS) {
     produce_first(args, work, routes.tiles, ring, team);
     wait_for(&planned, 0);
+    if (work.granules.step <= HELD_BACK_SLOTS << Ranges::POINT) ring.wait_arrived();
     produce_second(args, work, routes.tiles, ring, team, 0, RING_STAGES);
     grid.sync();
     produce_second(args, work, routes.tiles, ring, team, RING_STAGES, 1 << 30);

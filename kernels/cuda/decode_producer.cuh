@@ -51,6 +51,10 @@ struct Ring {
     wait_for(full + at(), round() & 1);
     return stage();
   }
+  // Until the last stage that was put in has arrived.
+  __device__ __forceinline__ void wait_arrived() const {
+    if (used > 0) wait_for(full + (used - 1) % RING_STAGES, (used - 1) / RING_STAGES & 1);
+  }
   __device__ __forceinline__ void release() {
     __syncwarp();
     if ((threadIdx.x & 31) == 0) arrive(empty + at());
