@@ -50,6 +50,17 @@ def reason_against(problem: MoEProblem) -> str | None:
 
 def run(arguments: MoEArguments, out: torch.Tensor, lease: Lease) -> None:
     """Write the layer's output for x [M, H] into out [M, H] on the current stream, in chunks of the lease."""
+    tokens, top_k = arguments.topk_ids.shape
+    rows = min(tokens, lease.plan.rows // top_k) * top_k
+    if rows == 0:
+        raise too_few_rows(top_k, lease.plan.rows)
+    run_variant(choose_variant(arguments, rows=rows), arguments, out, lease, rows=rows)
+
+
+def run_variant(
+    variant: Variant, arguments: MoEArguments, out: torch.Tensor, lease: Lease, *, rows: int
+) -> None:
+    """`run` with a variant for passes of at most `rows` rows, which the lease has."""
     x, weights, ids = (
         with_vector_rows(arguments.x),
         as_it_lies(arguments.topk_weights),
@@ -57,10 +68,6 @@ def run(arguments: MoEArguments, out: torch.Tensor, lease: Lease) -> None:
     )
     expert_map = None if arguments.expert_map is None else as_it_lies(arguments.expert_map)
     tokens, top_k = ids.shape
-    rows = min(tokens, lease.plan.rows // top_k) * top_k
-    if rows == 0:
-        raise too_few_rows(top_k, lease.plan.rows)
-    variant = choose_variant(arguments, rows=rows)
     chunk = chunk_tokens(variant, x, top_k, rows=rows)
     ready = ready_pass(arguments, out, variant, rows=rows)
     stream = torch.cuda.current_stream(x.device).cuda_stream

@@ -1,7 +1,7 @@
 """About how long the paths take on Hopper, to choose between them. Integers: nanoseconds.
 
-Fitted by hand to the figures in `benchmarks/notes.md` (H200, graph replay, cold weights), which these give
-back within 25 %; routing is taken to be even.
+Fitted by hand to the figures in `benchmarks/notes.md` (H200, graph replay, cold weights), which these meet
+within 15 %. Routing is taken to be even.
 """
 
 import math
@@ -15,8 +15,8 @@ FLOP_PER_NS = 650_000  # of wgmma, in the prefill kernels
 DECODE_FIXED_NS, DECODE_WEIGHTS_PERCENT = 14_000, 117
 """Of a decode call: what it takes besides its weights, and what they take, in percent of reading them."""
 
-PREFILL_FIXED_NS, PREFILL_WEIGHTS_PERCENT = 30_000, 125
-"""Of a prefill call, the same; weights and products hide each other only in part."""
+PREFILL_FIXED_NS, PREFILL_WEIGHTS_PERCENT, PREFILL_SHOWN_PERCENT = 30_000, 125, 35
+"""Of a prefill call, the same; and how much is seen of weights or products, whichever takes less."""
 
 
 def decode_ns(facts: LayerFacts, *, rows: int) -> int:
@@ -34,9 +34,12 @@ def decode_ns(facts: LayerFacts, *, rows: int) -> int:
 
 def prefill_ns(facts: LayerFacts, *, rows: int) -> int:
     """The prefill path's time for `rows` rows; not measured below M = 256."""
+    here = _rows_here(facts, rows)
     weights = _weights_ns(facts, active_experts(facts, rows=rows)) * PREFILL_WEIGHTS_PERCENT // 100
-    flop = 2 * _rows_here(facts, rows) * sum(m.size_k * m.size_n for m in (facts.w13, facts.w2))
-    return PREFILL_FIXED_NS + weights + flop // FLOP_PER_NS
+    products = 2 * here * sum(m.size_k * m.size_n for m in (facts.w13, facts.w2)) // FLOP_PER_NS
+    less, more = sorted((weights, products))
+    slots = 4 * here * facts.hidden_size // BYTES_PER_NS  # written by GEMM 2 and read by the sum
+    return PREFILL_FIXED_NS + more + less * PREFILL_SHOWN_PERCENT // 100 + slots
 
 
 def active_experts(facts: LayerFacts, *, rows: int) -> int:
