@@ -114,7 +114,7 @@ class ReadyCall:
         workspace: Workspace,
     ) -> torch.Tensor:
         """A new tensor with the layer's output for x."""
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = x.new_empty(x.shape)
         stream = torch._C._cuda_getCurrentRawStream(self.device_index)
         rest = (self.tokens, x, topk_weights, topk_ids, expert_map, out)
         if torch._C._cuda_isCurrentStreamCapturing():

@@ -11,13 +11,15 @@ import torch
 from checkpoints import write_checkpoint
 from marlin_moe import reserve
 from marlin_moe.kernels import ahead, device, workspace
-from marlin_moe.kernels.backends import cuda_moe
+from marlin_moe.kernels.backends import cuda_moe, prefill
 from marlin_moe.kernels.errors import MarlinMoEError
 from marlin_moe.kernels.jit.spec import BuildSpec
 from marlin_moe.kernels.plan import cuda_moe as planner
 from marlin_moe.kernels.plan import decode
 from marlin_moe.kernels.plan.cuda_moe import Variant
+from marlin_moe.kernels.plan.prefill import PrefillVariant
 from marlin_moe.kernels.plan.problem import LayerFacts
+from marlin_moe.kernels.plan.variant import MoEVariant
 from marlin_moe.kernels.plan.workspaces import usual_backend
 from marlin_moe.kernels.workspace import Workspace
 from marlin_moe.repack import build_kernels as build_kernels_module
@@ -68,6 +70,17 @@ def test_where_compiling_is_forbidden_the_cache_must_have_it(
     one = facts(num_experts=7)
     ahead.compile_for([(one, 2**20)], CUDA)
     assert asked == [(variant, 7, CUDA) for variant in planner.variants(one, "sm_90a")]
+
+
+def test_every_variant_is_loaded_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Any] = []
+    for module in (cuda_moe, prefill):
+        monkeypatch.setattr(module, "prepared", lambda variant, *_: loaded.append(variant))
+    variants = planner.variants(facts(), "sm_90a")
+    assert {type(variant) for variant in variants} == {MoEVariant, PrefillVariant}
+    for variant in variants:
+        cuda_moe.load_ahead(variant, 5, CUDA)
+    assert tuple(loaded) == variants
 
 
 def test_a_switch_that_says_something_impossible_is_refused(
