@@ -41,6 +41,15 @@ SUM_THREADS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillLaunches:
+    """The launches of a variant, but for the sum's, whose grid depends on the tokens."""
+
+    route: PreparedLaunch
+    first: PreparedLaunch
+    second: PreparedLaunch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillPass(CudaPass):
     """The launches of the prefill path.
 
@@ -54,7 +63,7 @@ class PrefillPass(CudaPass):
         device: where.
     """
 
-    kernels: "PrefillLaunches"
+    kernels: PrefillLaunches
     first_maps: bytes
     second_maps: bytes
     activations: tuple[int, torch.dtype]
@@ -108,15 +117,6 @@ def ready_pass(
         hidden_size=facts.hidden_size,
         device=device,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillLaunches:
-    """The launches of a variant, but for the sum's, whose grid depends on the tokens."""
-
-    route: PreparedLaunch
-    first: PreparedLaunch
-    second: PreparedLaunch
 
 
 @functools.lru_cache(maxsize=256)

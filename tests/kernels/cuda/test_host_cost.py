@@ -16,6 +16,7 @@ from moe_cases import MoECase, large_layer, make_call, make_layer
 CALLS = 1000
 PASSES = (("moe",), ("decode",), ("prefill_route", "prefill_gemm", "prefill_gemm", "prefill_sum"))
 """The kernels of each path, in order."""
+KERNELS = {name for kernels in PASSES for name in kernels}
 
 pytestmark = pytest.mark.gpu
 
@@ -34,12 +35,13 @@ def host_us(call: Callable[[], Any]) -> float:
 
 
 def device_work(call: Callable[[], Any]) -> list[str]:
-    """What a call gives the GPU to do: kernels, copies and memsets, by name."""
+    """What a call gives the GPU to do: kernels, copies and memsets, by name, in order."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         call()
         torch.cuda.synchronize()
-    return [event.name for event in seen.events() if event.device_type == DeviceType.CUDA]
+    events = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
+    return [event.name for event in sorted(events, key=lambda event: event.time_range.start)]
 
 
 def test_the_profiler_sees_launches() -> None:
@@ -58,9 +60,9 @@ def test_an_eager_call_takes_few_launches(tokens: int, view: str) -> None:
     call.run(made.layer)
     for form in (lambda: call.run(made.layer), lambda: call.run(made.layer, out=out)):
         names = device_work(form)
-        ours = tuple(name for name in names if name in {name for kernels in PASSES for name in kernels})
+        ours = tuple(name for name in names if name in KERNELS)
         assert ours in PASSES, names
-        assert len(names) - len(ours) == (view == "columns"), names
+        assert len(names) - len(ours) <= (view == "columns"), names
 
 
 def test_the_sum_of_one_slot_needs_no_launch() -> None:
