@@ -67,12 +67,6 @@ struct Window {  // in shared memory
   u16 segment[ACTIVATIONS_ELEMENTS / 40], row[ACTIVATIONS_ELEMENTS / 40];  // of the window; of the segment's tile
 };
 
-// How many lanes share four columns of the window's rows: more where there are many pieces to add.
-__device__ __forceinline__ int activation_lanes_log(const Work& work) {
-  u32 units = work.tiles * STRIPS;
-  return units * 4 <= gridDim.x ? 3 : units <= gridDim.x ? 1 : 0;
-}
-
 // One of a thread's activations: four columns of a row of the window, which some neighbouring lanes share.
 struct Item {
   const float* sums;  // of this lane's first piece
@@ -81,24 +75,22 @@ struct Item {
 
   // `index` counts lanes: those of item 0, those of item 1, ...
   __device__ __forceinline__ void find(const MoEArgs& args, const Work& work, const Routes& routes, const Window& window, int first_segment, int index) {
-    int log_lanes = activation_lanes_log(work), item = index >> log_lanes, sub = index & ((1 << log_lanes) - 1);
-    int part_k = work.part_slots * Slot<W2>::K, fours = part_k / 4, which = item / fours;
+    int item = index >> work.log_lanes, sub = index & ((1 << work.log_lanes) - 1), which = work.by_fours.quotient(item);
     pieces = 0;
     if (which >= window.row_count) return;
-    int segment = first_segment + window.segment[which], tile = segment / work.parts;
-    column = segment % work.parts * part_k + item % fours * 4;
+    int segment = first_segment + window.segment[which], tile = work.by_parts.quotient(segment), four = item - which * work.fours;
+    column = ((segment - tile * work.parts) * work.fours + four) * 4;
     if (column >= INTERMEDIATE) return;
     pieces = work.pieces(tile * STRIPS + column / STRIP_COLUMNS);
     expert = routes.tiles[tile].expert, row = routes.tiles[tile].row + window.row[which];
     sums = args.split_sums + (static_cast<u64>(sub) * work.rows + row) * SIZE_N1 + column;
-    to = (window.segment[which] * TOKEN_TILE + window.row[which]) * (part_k + 8) + item % fours * 4;
+    to = (window.segment[which] * TOKEN_TILE + window.row[which]) * (work.fours * 4 + 8) + four * 4;
   }
 };
 
 // activation(gate, up) of an item from the sums of all pieces, to its place among the block's activations.
-__device__ __forceinline__ void activate_item(const MoEArgs& args, const Work& work, const Routes& routes, const Item& item, int log_lanes,
-                                              Scalar* to, bool weighted) {
-  int lanes = 1 << log_lanes, sub = threadIdx.x & (lanes - 1);
+__device__ __forceinline__ void activate_item(const MoEArgs& args, const Work& work, const Routes& routes, const Item& item, Scalar* to, bool weighted) {
+  int lanes = 1 << work.log_lanes, sub = threadIdx.x & (lanes - 1);
   u64 step = static_cast<u64>(lanes) * work.rows * SIZE_N1;
   const float* sums = item.sums;
   FourSums gate, up;
@@ -141,19 +133,19 @@ __device__ __forceinline__ void add_slots(const MoEArgs& args, const Work& work,
   while (log > 0 && (args.top_k >> log == 0 || items << log > warps * 32)) log--;
   int sub = lane & ((1 << log) - 1), per_warp = 32 >> log, warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
   const float* rows = static_cast<const float*>(args.w2_output);
+  u64 part_elements = static_cast<u64>(work.rows) * HIDDEN;
 #pragma unroll 1
   for (int at = warp * per_warp; at < items; at += warps * per_warp) {
     int item = at + (lane >> log), token = min(item, items - 1) / FOURS, column = min(item, items - 1) % FOURS * 4;
     FourSums total;
-#pragma unroll 4
+#pragma unroll 2
     for (int k = sub; k < args.top_k; k += 1 << log) {
       int slot = token * args.top_k + k, row = routes.row_of_slot[slot];
       if (row == NO_ROW) continue;
       const float* from = rows + static_cast<u64>(row) * HIDDEN + column;
       FourSums one;
-      one.add(from);
-#pragma unroll 1
-      for (int part = 1; part < work.parts; part++) one.add(from + static_cast<u64>(part) * work.rows * HIDDEN);
+#pragma unroll 4
+      for (int part = 0; part < work.parts; part++, from += part_elements) one.add(from);
       int expert = W2::GROUP == 0 || args.w2.bias ? expert_of(args, slot, flags & IDS64) : 0;
       add_row(total, one, args, expert, column, flags & WEIGHT_ON_INPUT ? 1.0f : routes.weights[row]);
     }

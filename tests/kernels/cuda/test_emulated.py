@@ -103,7 +103,7 @@ def test_all_slots_elsewhere_give_zeros(folder: Path) -> None:
         ),
         ("decode_producer.cuh", "    wait_for(full + at(), round() & 1);\n", ""),
         ("decode_producer.cuh", "    wait_for(empty + at(), (round() & 1) ^ 1);\n", ""),
-        ("decode_work.cuh", "min(gridDim.x, work.granules)", "gridDim.x"),
+        ("decode_work.cuh", "owners = min(most_owners, numbers)", "owners = most_owners"),
     ],
     ids=["grid barrier", "chunk of tokens", "full stage", "empty stage", "empty pieces"],
 )

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
+from device_work import device_work
 from marlin_moe import fused_marlin_moe
 from moe_cases import MoECase, large_layer, make_call, make_layer
 
@@ -34,16 +33,6 @@ def host_us(call: Callable[[], Any]) -> float:
     return statistics.median(rounds)
 
 
-def device_work(call: Callable[[], Any]) -> list[str]:
-    """What a call gives the GPU to do: kernels, copies and memsets, by name, in order."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        call()
-        torch.cuda.synchronize()
-    events = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
-    return [event.name for event in sorted(events, key=lambda event: event.time_range.start)]
-
-
 def test_the_profiler_sees_launches() -> None:
     x = torch.zeros(8, device="cuda")
     assert len(device_work(lambda: x.add_(1).mul_(2))) == 2
@@ -59,7 +48,7 @@ def test_an_eager_call_takes_few_launches(tokens: int, view: str) -> None:
     out = torch.empty(call.x.shape, dtype=call.x.dtype, device="cuda")
     call.run(made.layer)
     for form in (lambda: call.run(made.layer), lambda: call.run(made.layer, out=out)):
-        names = device_work(form)
+        names = [work.name for work in device_work(form)]
         ours = tuple(name for name in names if name in KERNELS)
         assert ours in PASSES, names
         assert len(names) - len(ours) <= (view == "columns"), names
@@ -70,7 +59,8 @@ def test_the_sum_of_one_slot_needs_no_launch() -> None:
     made = make_layer(case, "cuda")
     call = make_call(case, made.layer)
     call.run(made.layer)
-    assert tuple(device_work(lambda: call.run(made.layer))) in (("moe",), PASSES[-1][:3])
+    names = tuple(work.name for work in device_work(lambda: call.run(made.layer)))
+    assert names in (("moe",), PASSES[-1][:3])
 
 
 @pytest.mark.parametrize("tokens", [1, 513])

@@ -17,7 +17,7 @@ from moe_cases import DenseMoE, MoECase, check, large_layer, make_call, make_lay
 
 CASE = MoECase(tokens=9, num_experts=16, hidden_size=256, padded_intermediate_size=128, top_k=4)
 COUNTERS = ("allocation.all.allocated", "num_device_alloc", "num_device_free", "num_alloc_retries")
-TORCH_ROUNDS_TO = 512  # bytes of an allocation
+TORCH_LEAVES = 2 << 20  # bytes at most that an allocation has more than was asked for
 CYCLES = 100_000_000  # of the GPU's clock: some 50 ms
 
 pytestmark = pytest.mark.gpu
@@ -246,4 +246,4 @@ def test_the_plan_is_what_is_allocated() -> None:
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
     assert workspace.reserve() == planned
-    assert torch.cuda.memory_allocated() - held == -(-planned // TORCH_ROUNDS_TO) * TORCH_ROUNDS_TO
+    assert planned <= torch.cuda.memory_allocated() - held <= planned + TORCH_LEAVES

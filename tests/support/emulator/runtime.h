@@ -254,6 +254,7 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   for (int i = 0; i < 4; ++i) out |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
   return out;
 }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float __uint_as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }
 template <class V>
 V __ldg(const V* p) { return *p; }
