@@ -124,8 +124,12 @@ def choose_variant(facts: LayerFacts, *, rows: int, arch: str) -> DecodeVariant 
     """The variant for `rows` rows on an architecture, or None where another path runs them."""
     if rows > max_rows(facts):
         return None
-    tile = next(tile for tile, most in TOKEN_TILES.items() if rows <= most * facts.num_global_experts)
-    return variant(facts, token_tile=tile, arch=arch)
+    return variant(facts, token_tile=token_tile(facts, rows=rows), arch=arch)
+
+
+def token_tile(facts: LayerFacts, *, rows: int) -> int:
+    """The token tile for `rows` rows, by an expert's average share of them."""
+    return next(tile for tile, most in TOKEN_TILES.items() if rows <= most * facts.num_global_experts)
 
 
 def variants(facts: LayerFacts, arch: str) -> tuple[DecodeVariant, ...]:

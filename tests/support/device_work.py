@@ -20,13 +20,13 @@ class DeviceWork:
 
 
 def device_work(call: Callable[[], Any]) -> list[DeviceWork]:
-    """Kernels, copies and memsets of a call."""
+    """Kernels, copies and memsets of a call, in the order in which they ran."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
         call()
         torch.cuda.synchronize()
+    events = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
     return [
         DeviceWork(name=event.name, us=event.device_time)
-        for event in seen.events()
-        if event.device_type == DeviceType.CUDA
+        for event in sorted(events, key=lambda event: event.time_range.start)
     ]

@@ -9,9 +9,10 @@ import torch
 
 from child import in_child
 from marlin_moe import MarlinMoEError, MarlinMoELayer, reserve
-from marlin_moe.kernels.backends import cuda_moe
+from marlin_moe.kernels.backends import cuda_moe, prefill
 from marlin_moe.kernels.device import architecture
 from marlin_moe.kernels.jit import load as load_module
+from marlin_moe.kernels.plan.prefill import PrefillVariant
 from moe_cases import DenseMoE, MoECase, check, large_layer, make_call, make_layer
 
 CASE = MoECase(tokens=9, num_experts=16, hidden_size=256, padded_intermediate_size=128, top_k=4)
@@ -161,7 +162,9 @@ def test_reserve_of_one_layer_compiles_its_variants() -> None:
     planned = cuda_moe.planner.possible_variants(
         made.layer.workspace.facts, 256 * 4, architecture(made.layer.device)
     )
-    assert cuda_moe._launch.cache_info().currsize == len(planned) > 0
+    of_prefill = sum(isinstance(variant, PrefillVariant) for variant in planned)
+    assert prefill.prepared.cache_info().currsize == of_prefill
+    assert cuda_moe._launch.cache_info().currsize == len(planned) - of_prefill > 0
 
 
 def test_reset_clears_and_moves_nothing() -> None:
