@@ -71,7 +71,7 @@ class DecodeVariant(KernelVariant):
     @property
     def threads(self) -> int:
         """Of a block."""
-        return 32 * ((STAGE_BLOCKS + 1) * self.teams + 1)
+        return (STAGE_BLOCKS + 1) * 32 * self.teams
 
     @property
     def stage_bytes(self) -> int:
@@ -163,13 +163,9 @@ def resources(token_tile: int, arch: str) -> dict[str, Any]:
 
 
 def first_sums_floats(facts: LayerFacts, *, rows: int, blocks: int) -> int:
-    """float32 of split_sums: counts of tasks that are done, by tokens and groups of columns, and GEMM 1's sums.
-
-    Of those each (tile, strip) of 512 columns has at most blocks / units + 2 pieces.
-    """
+    """float32 of GEMM 1's sums: each (tile, strip) of 512 columns has at most blocks / units + 2 pieces."""
     rows = min(rows, max_rows(facts))
-    counts = rows * -(-facts.hidden_size // (64 * STAGE_BLOCKS)) + 4
-    return counts + max(TOKEN_TILES) * 512 * blocks + 2 * rows * facts.w13.size_n if rows else 0
+    return max(TOKEN_TILES) * 512 * blocks + 2 * rows * facts.w13.size_n if rows else 0
 
 
 def slot_sums_bytes(facts: LayerFacts, *, rows: int, arch: str) -> int:

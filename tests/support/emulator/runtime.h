@@ -87,7 +87,6 @@ struct Block {
   std::vector<std::function<void()>> copies;
   GridBarrier* others;
   char* shared;
-  bool early;  // whether it meets other blocks as soon as it may
   std::mt19937 random;
   ucontext_t scheduler;
 };
@@ -192,7 +191,6 @@ inline Outcome run_grid(unsigned grid, unsigned threads, size_t shared_bytes, un
       memset(aligned, 0xff, shared_bytes + GUARD);
       mine.index = {b}, mine.size = {threads}, mine.grid = {grid}, mine.others = &others, mine.shared = aligned;
       mine.random.seed(seed * 1000 + b);
-      mine.early = mine.random() & 1;
       mine.warps.resize(threads / 32);
       mine.fibers.resize(threads);
       block = &mine;
@@ -262,4 +260,4 @@ template <class V>
 V __ldg(const V* p) { return *p; }
 template <class V>
 V __ldcg(const V* p) { return *p; }
-inline int atomicAdd(int* p, int v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
+inline int atomicAdd(int* p, int v) { int old = *p; *p += v; return old; }
