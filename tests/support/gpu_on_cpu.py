@@ -7,6 +7,7 @@ barriers, copies) come those of tests/support/emulator, which do the same on mem
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 import tempfile
@@ -36,6 +37,7 @@ EMULATOR = Path(__file__).parent / "emulator"
 ARCH = "sm_90a"
 POISON = 0xFF  # a NaN in every type
 GUARD_BYTES = 4096
+SHARED = r"extern __shared__ (__align__\(128\) )?uint4 dynamic\[\];"
 OUTCOMES = ("right", "a block stands still", "a block wrote behind its shared memory")
 
 
@@ -55,8 +57,8 @@ class EmulatedKernel:
         place = Path(tempfile.mkdtemp(dir=folder))
         for source in spec.source.root.glob("*.cu*"):
             text = source.read_text()
-            shared = "extern __shared__ uint4 dynamic[];"
-            (place / source.name).write_text(text.replace(shared, "uint4* dynamic = dynamic_shared();"))
+            text = re.sub(SHARED, "uint4* dynamic = dynamic_shared();", text)
+            (place / source.name).write_text(text)
         for header in EMULATOR.iterdir():
             shutil.copy(header, place / header.name)
         if edit is not None:
