@@ -1,4 +1,4 @@
-"""Who may import whom, read from the sources: kernels, then repack, then cli; bare `__init__` files."""
+"""Who may import whom: kernels, repack, integrations, bench, cli, in this order; bare `__init__` files."""
 
 import ast
 import re
@@ -13,6 +13,8 @@ SOURCES = package_files()
 MAY_NOT_IMPORT = {
     "kernels": ("marlin_moe.repack", "marlin_moe.cli", "marlin_moe.bench", "marlin_moe.integrations"),
     "repack": ("marlin_moe.cli", "marlin_moe.bench", "marlin_moe.integrations"),
+    "integrations": ("marlin_moe.cli", "marlin_moe.bench"),
+    "bench": ("marlin_moe.cli",),
     "cli": ("marlin_moe.integrations",),
 }
 ONLY_INSIDE_FUNCTIONS = ("compressed_tensors", "transformers")

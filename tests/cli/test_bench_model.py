@@ -1,0 +1,81 @@
+"""`marlin-moe bench model`: a whole run at small sizes on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from folders import golden
+from marlin_moe.cli.main import main
+
+SMALL = ("--device", "cpu", "--prompts", "4,12", "--batches", "2", "--context", "4", "--steps", "2")
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["bench", "model", *map(str, arguments)])
+
+
+def test_a_random_model_is_written_measured_and_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    options = ("--shape", "small", "--layers", 1, "--repeats", 1, "--folder", folder)
+    files = ("-o", tmp_path / "r.json", "--plot", tmp_path / "r.svg")
+    result = invoke(*options, *SMALL, *files)
+    assert result.exit_code == 0, result.output
+    assert not list(folder.iterdir())
+    assert result.stdout.startswith("small: Qwen3MoeForCausalLM, 1 layers, ")
+    content = json.loads((tmp_path / "r.json").read_text())
+    assert [run["variant"] for run in content["runs"]] == [
+        "persistent",
+        "per-call",
+        "reference",
+        "dequantized",
+    ]
+    for run in content["runs"]:
+        assert run["ttft_ms"].keys() == {"4", "12"}
+        assert run["token_ms"].keys() == {"2"}
+        assert run["skipped"] == {"graph 2": "no graphs on cpu"}
+        assert all(ms > 0 for ms in run["ttft_ms"].values())
+    assert [run["same_tokens"] for run in content["runs"][:3]] == [True] * 3
+    assert (tmp_path / "r.svg").read_text().startswith("<?xml")
+
+
+def test_a_checkpoint_and_one_variant_as_json() -> None:
+    options = ("--repeats", 1, "--variant", "reference", "--dtype", "float32", "--json")
+    result = invoke(golden("mixtral-w4a16-g128"), *SMALL, *options, "--prompts", "4,300")
+    assert result.exit_code == 0, result.output
+    content = json.loads(result.stdout)
+    assert content["checkpoint"]["model"] == "MixtralForCausalLM"
+    assert content["checkpoint"]["dtype"] == "float32"
+    (run,) = content["runs"]
+    assert run["skipped"]["ttft 300"] == "more than 256 tokens"
+    assert run["ttft_ms"].keys() == {"4"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--prompts", "4,x"), "expected whole numbers from 1 on, between commas, got '4,x'"),
+        (("--batches", "0"), "got '0'"),
+        (("--variant", "fast"), "'fast' is not one of"),
+    ],
+)
+def test_wrong_flags(options: tuple[str, ...], message: str) -> None:
+    result = invoke("--device", "cpu", *options)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+def test_a_picture_that_cannot_be_drawn() -> None:
+    result = invoke("--device", "cpu", "--plot", "r.gif")
+    assert result.exit_code == 1
+    assert "--plot: expected a name that ends in .svg or .png" in result.stderr
+
+
+def test_a_path_that_is_none() -> None:
+    result = invoke("nowhere", *SMALL)
+    assert result.exit_code == 1
+    assert "nowhere: expected a checkpoint directory" in result.stderr
