@@ -102,12 +102,16 @@ def write_model(
     seed: int = 0,
     recipe: Callable[[str], Weights | None] | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    **changes: Any,
 ) -> Path:
-    """A checkpoint of `family` with random weights; `recipe` says of each tensor how it is quantized."""
+    """A checkpoint of `family` with random weights; `recipe` says of each tensor how it is quantized.
+
+    `changes` are arguments of its config other than those in `FAMILIES`.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **FAMILIES[family])
+    config = AutoConfig.for_model(family, **FAMILIES[family] | changes)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
@@ -157,6 +161,18 @@ def compress(weight: torch.Tensor, weights: Weights) -> dict[str, torch.Tensor]:
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     compressor = BaseCompressor.get_value_from_registry("pack-quantized")
     return {name: tensor.contiguous() for name, tensor in compressor.compress(fields, scheme).items()}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of bytes, saved as transformers saves one."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
 def fuse_experts(folder: Path) -> None:
