@@ -64,6 +64,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"moe_intermediate_size": 64, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5},
 }
 """model_type -> arguments of its config."""
+FAMILIES["qwen3_5_moe"] = {  # as published: a vision tower beside the language model
+    "text_config": FAMILIES["qwen3_5_moe_text"],
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 128,
+        "num_position_embeddings": 16,
+    },
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +119,12 @@ def write_model(
 
     `changes` are arguments of its config other than those in `FAMILIES`.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **FAMILIES[family] | changes)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    kind = AutoModelForImageTextToText if "vision_config" in FAMILIES[family] else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=dtype)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.uniform_(-0.1, 0.1)
