@@ -33,7 +33,7 @@ class ZeroedWorkspace(Workspace):
             scratch=Scratch(StreamKey.current(self.device), zeros),
             plan=plan,
             buffers=Views(plan, zeros),
-            addresses=tuple(start + buffer.offset_bytes for buffer in plan.buffers),
+            addresses={buffer.name: start + buffer.offset_bytes for buffer in plan.buffers},
         )
 
 

@@ -48,6 +48,14 @@ class MarlinMoEConfig(QuantizationConfigMixin):  # type: ignore[misc]
 class MarlinMoEQuantizer(HfQuantizer):  # type: ignore[misc]
     """Replaces experts while the model is on meta; refuses to save."""
 
+    def validate_environment(self, *_: Any, **__: Any) -> None:
+        """Refuse a packed directory that from_pretrained was given itself: it has no weights for experts."""
+        if not self.quantization_config.options:
+            raise ModelError(
+                "from_pretrained: expected a checkpoint that transformers reads, got a packed one, whose "
+                f"experts it cannot (quant_method {METHOD}). Call load_model of marlin_moe's integration."
+            )
+
     def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any] | None:
         """Everything on the layers' device."""
         return {"": self.quantization_config.options["device"]}

@@ -33,12 +33,12 @@ def compile_for(layers: Iterable[tuple[LayerFacts, int]], device: torch.device) 
         return
     check_switch()
     arch = architecture(device)
+    if not compiling_is_forbidden():
+        cuda_moe.compile_ahead(wanted, arch)
     chosen = dict.fromkeys(
         (variant, facts.num_experts)
         for facts, rows in wanted
         for variant in possible_variants(facts, rows, arch)
     )
-    if not compiling_is_forbidden():
-        cuda_moe.compile_ahead((variant for variant, _ in chosen), arch)
     for variant, num_experts in chosen:
-        cuda_moe.prepared(variant, num_experts, 1, device)
+        cuda_moe.load_ahead(variant, num_experts, device)

@@ -8,19 +8,10 @@ import torch
 from .activation import Activation
 from .arguments import MoEArguments
 from .backends.choose import BACKENDS, choose_backend
-from .backends.cuda_arguments import PARAMETERS
-from .backends.cuda_moe import (
-    VECTOR_BYTES,
-    fixed_numbers,
-    has_vector_rows,
-    matrices_of,
-    prepared,
-)
-from .device import architecture
-from .jit.launch import PreparedLaunch
+from .backends.cuda_arguments import VECTOR_BYTES, has_vector_rows
+from .backends.cuda_moe import choose_variant, chunk_tokens, ready_pass
+from .backends.cuda_pass import CudaPass
 from .matrix import MarlinMatrix
-from .plan.cuda_moe import choose_variant
-from .scratch import Lease
 from .workspace import Workspace
 
 MOST_CALLS = 4096
@@ -65,44 +56,43 @@ def remembered(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyCall:
-    """A call that was checked and ran in one launch: another with an equal key only needs its addresses.
+    """A call that was checked and ran in one pass: another with an equal key only needs its addresses.
 
     Attributes:
-        launch: the kernel with its grid.
-        matrices: the layer's addresses, which never move.
-        numbers: the parameters behind the addresses.
-        top_k: slots per token.
+        launch: the pass.
+        tokens, top_k: of the call.
         device_index: the device that has to be the current one.
     """
 
-    launch: PreparedLaunch
-    matrices: tuple[int, ...]
-    numbers: tuple[int | float, ...]
+    launch: CudaPass
+    tokens: int
     top_k: int
     device_index: int
 
     @classmethod
-    def remember(cls, arguments: MoEArguments, key: tuple[Any, ...]) -> None:
-        """Keep the call that just ran on the CUDA backend, unless it takes more than one launch."""
+    def remember(cls, arguments: MoEArguments, out: torch.Tensor, key: tuple[Any, ...]) -> None:
+        """Keep the call that just wrote a new tensor, `out`, on the CUDA backend, if one pass was enough."""
         x, ids, weights = arguments.x, arguments.topk_ids, arguments.topk_weights
-        workspace = arguments.workspace()
-        if not ids.numel() or torch.cuda.is_current_stream_capturing():
+        workspace, rows = arguments.workspace(), ids.numel()
+        if not rows or torch.cuda.is_current_stream_capturing():
             return
         plain = all(
             tensor is None or (tensor.is_contiguous() and not tensor.is_neg())
             for tensor in (ids, weights, arguments.expert_map)
         )
-        bound = workspace.bound("cuda", top_k=ids.shape[1])
-        if not plain or ids.numel() > bound.plan.rows or not has_vector_rows(x):
+        tokens, top_k = ids.shape
+        bound = workspace.bound("cuda", top_k=top_k)
+        if not plain or rows > bound.plan.rows or not has_vector_rows(x):
             return
-        variant = choose_variant(workspace.facts, rows=ids.numel(), arch=architecture(x.device))
+        variant = choose_variant(arguments, rows=rows)
+        if tokens > chunk_tokens(variant, x, top_k, rows=rows):
+            return
         if len(workspace.calls) >= MOST_CALLS:
             workspace.calls.clear()
         workspace.calls[key] = cls(
-            launch=prepared(variant, workspace.facts.num_experts, ids.numel(), x.device),
-            matrices=matrices_of(arguments.layer),
-            numbers=(*ids.shape, *fixed_numbers(arguments, variant, rows=ids.numel())),
-            top_k=ids.shape[1],
+            launch=ready_pass(arguments, out, variant, rows=rows),
+            tokens=tokens,
+            top_k=top_k,
             device_index=x.device.index,
         )
 
@@ -124,39 +114,13 @@ class ReadyCall:
         workspace: Workspace,
     ) -> torch.Tensor:
         """A new tensor with the layer's output for x."""
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = x.new_empty(x.shape)
+        stream = torch._C._cuda_getCurrentRawStream(self.device_index)
+        rest = (self.tokens, x, topk_weights, topk_ids, expert_map, out)
         if torch._C._cuda_isCurrentStreamCapturing():
-            self._launch(
-                out, x, topk_weights, topk_ids, expert_map, workspace.captured("cuda", topk_ids.numel())
-            )
+            self.launch(stream, workspace.captured("cuda", topk_ids.numel()), *rest)
             return out
         lease = workspace.bound("cuda", top_k=self.top_k)
         with lease.scratch.lock:
-            self._launch(out, x, topk_weights, topk_ids, expert_map, lease)
+            self.launch(stream, lease, *rest)
         return out
-
-    def _launch(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        expert_map: torch.Tensor | None,
-        lease: Lease,
-    ) -> None:
-        tokens, top_k, *fixed = self.numbers
-        parameters = PARAMETERS.pack(
-            x.data_ptr(),
-            topk_weights.data_ptr(),
-            topk_ids.data_ptr(),
-            0 if expert_map is None else expert_map.data_ptr(),
-            *self.matrices,
-            out.data_ptr(),
-            *lease.addresses,
-            x.stride(0),
-            out.stride(0),
-            tokens,
-            top_k,
-            *fixed,
-        )
-        self.launch(torch._C._cuda_getCurrentRawStream(self.device_index), parameters)

@@ -52,6 +52,12 @@ def has_compiler() -> bool:
 
 
 @functools.lru_cache(maxsize=64)
+def sm_count(device: torch.device) -> int:
+    """The device's multiprocessors."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.lru_cache(maxsize=64)
 def architecture(device: torch.device) -> str:
     """The device's architecture as the compiler names it: `sm_90a`."""
     major, minor = torch.cuda.get_device_capability(device)

@@ -101,12 +101,12 @@ def _empty_on_stream(key: StreamKey, nbytes: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lease:
-    """A layer's plan laid over a scratch: `buffers` by name, and their `addresses` in the plan's order."""
+    """A layer's plan laid over a scratch: `buffers` and their `addresses`, by name."""
 
     scratch: Scratch
     plan: WorkspacePlan
     buffers: dict[str, torch.Tensor]
-    addresses: tuple[int, ...]
+    addresses: dict[str, int]
 
     @classmethod
     def lay_over(cls, scratch: Scratch, plan: WorkspacePlan) -> "Lease":
@@ -114,7 +114,7 @@ class Lease:
         with torch.inference_mode(False):
             buffers = {buffer.name: buffer.view(scratch.bytes) for buffer in plan.buffers}
         start = scratch.bytes.data_ptr()
-        addresses = tuple(start + buffer.offset_bytes for buffer in plan.buffers)
+        addresses = {buffer.name: start + buffer.offset_bytes for buffer in plan.buffers}
         return cls(scratch=scratch, plan=plan, buffers=buffers, addresses=addresses)
 
 

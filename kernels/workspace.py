@@ -31,9 +31,9 @@ import torch
 from .ahead import compile_for
 from .device import usable_device
 from .errors import WorkspaceError
-from .plan.buffers import WorkspacePlan
+from .plan.buffers import MAX_ROWS, WorkspacePlan
 from .plan.problem import LayerFacts
-from .plan.workspaces import MAX_ROWS, plan_workspace, usual_backend
+from .plan.workspaces import plan_workspace, usual_backend
 from .scratch import Lease, Scratch, StreamKey, current_stream, registry
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from ..kernels.backends.cuda_moe import build_spec
+from ..kernels.backends.cuda_moe import specs as moe_specs
 from ..kernels.jit.build import CompileReport, compile_all, compiling_is_forbidden
-from ..kernels.plan.cuda_moe import possible_variants
 from ..kernels.plan.decode import check_switch
 from .check import expert_facts
 from .checkpoint import Checkpoint
@@ -95,14 +94,7 @@ def build_kernels(
     ahead = [
         spec
         for arch in listed
-        for spec in (
-            *(
-                build_spec(v, arch)
-                for facts in dict.fromkeys(ranks)
-                for v in possible_variants(facts, rows, arch)
-            ),
-            *repack_specs(arch),
-        )
+        for spec in (*moe_specs(((facts, rows) for facts in ranks), arch), *repack_specs(arch))
     ]
     reports = compile_all(ahead, must_store=True)
     return KernelsReport(

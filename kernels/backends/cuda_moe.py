@@ -1,30 +1,43 @@
-"""The CUDA backend: a layer in one cooperative launch of `cuda/moe.cu`, compiled for the layer's format.
+"""The CUDA backend: which kernels run a call, and its passes over their chunks of tokens.
 
-The grid is as large as the device holds at once, so that its blocks may wait for each other at the driver's
-own grid barrier. Any number of streams may call: the driver starts a cooperative grid when all of it fits.
+Few rows, and any number where `prefill` does not run, are one cooperative launch of `cuda/decode.cu` or
+`cuda/moe.cu`, compiled for the layer's format. The grid is as large as the device holds at once, so that its
+blocks may wait for each other at the driver's own grid barrier. Any number of streams may call: the driver
+starts a cooperative grid when all of it fits.
 """
 
 import functools
 from collections.abc import Iterable
+from operator import itemgetter
 
 import torch
 
 from ..arguments import MoEArguments
-from ..device import architecture, reason_against_kernels
+from ..device import architecture, reason_against_kernels, sm_count
 from ..jit.build import compile_all
 from ..jit.launch import PreparedLaunch
 from ..jit.load import load_kernel
 from ..jit.source import KernelSource
 from ..jit.spec import BuildSpec
-from ..layer import MarlinMoELayer
 from ..plan import cuda_moe as planner
+from ..plan.cuda_moe import Variant
+from ..plan.prefill import PrefillVariant, most_tokens
 from ..plan.problem import LayerFacts, MoEProblem
 from ..plan.reference import too_few_rows
 from ..plan.variant import KernelVariant
 from ..scratch import Lease
-from .cuda_arguments import KINDS, PARAMETERS, activation_numbers, flags_of, matrix_addresses
-
-VECTOR_BYTES = 16
+from . import prefill
+from .cuda_arguments import (
+    PARAMETERS,
+    SCRATCH,
+    activation_numbers,
+    as_it_lies,
+    flags_of,
+    matrices_of,
+    sizes_of,
+    with_vector_rows,
+)
+from .cuda_pass import CudaPass, OneLaunch
 
 
 def reason_against(problem: MoEProblem) -> str | None:
@@ -37,70 +50,70 @@ def reason_against(problem: MoEProblem) -> str | None:
 
 def run(arguments: MoEArguments, out: torch.Tensor, lease: Lease) -> None:
     """Write the layer's output for x [M, H] into out [M, H] on the current stream, in chunks of the lease."""
+    tokens, top_k = arguments.topk_ids.shape
+    rows = min(tokens, lease.plan.rows // top_k) * top_k
+    if rows == 0:
+        raise too_few_rows(top_k, lease.plan.rows)
+    run_variant(choose_variant(arguments, rows=rows), arguments, out, lease, rows=rows)
+
+
+def run_variant(
+    variant: Variant, arguments: MoEArguments, out: torch.Tensor, lease: Lease, *, rows: int
+) -> None:
+    """`run` with a variant for passes of at most `rows` rows, which the lease has."""
     x, weights, ids = (
         with_vector_rows(arguments.x),
         as_it_lies(arguments.topk_weights),
         as_it_lies(arguments.topk_ids),
     )
     expert_map = None if arguments.expert_map is None else as_it_lies(arguments.expert_map)
-    facts = arguments.workspace().facts
     tokens, top_k = ids.shape
-    chunk = lease.plan.rows // top_k
-    if chunk == 0:
-        raise too_few_rows(top_k, lease.plan.rows)
-    slots = min(tokens, chunk) * top_k
-    variant = planner.choose_variant(facts, rows=slots, arch=architecture(x.device))
-    launch = prepared(variant, facts.num_experts, slots, x.device)
+    chunk = chunk_tokens(variant, x, top_k, rows=rows)
+    ready = ready_pass(arguments, out, variant, rows=rows)
     stream = torch.cuda.current_stream(x.device).cuda_stream
-    matrices, numbers = (
-        matrices_of(arguments.layer),
-        fixed_numbers(arguments, variant, rows=slots),
-    )
     with torch.cuda.device(x.device):
         for start in range(0, tokens, chunk):
-            rows = slice(start, start + chunk)
-            parameters = PARAMETERS.pack(
-                x[rows].data_ptr(),
-                weights[rows].data_ptr(),
-                ids[rows].data_ptr(),
-                0 if expert_map is None else expert_map.data_ptr(),
-                *matrices,
-                out[rows].data_ptr(),
-                *lease.addresses,
-                x.stride(0),
-                out.stride(0),
-                min(chunk, tokens - start),
-                top_k,
-                *numbers,
-            )
-            launch(stream, parameters)
+            part, now = slice(start, start + chunk), min(chunk, tokens - start)
+            ready(stream, lease, now, x[part], weights[part], ids[part], expert_map, out[part])
 
 
-def matrices_of(layer: MarlinMoELayer) -> tuple[int, ...]:
-    """The addresses of both MatrixArgs."""
-    return (*matrix_addresses(layer.w13), *matrix_addresses(layer.w2))
-
-
-def fixed_numbers(arguments: MoEArguments, variant: KernelVariant, *, rows: int) -> tuple[int | float, ...]:
-    """The parameters from num_experts on, for launches of at most `rows` rows."""
+def choose_variant(arguments: MoEArguments, *, rows: int) -> Variant:
+    """What runs passes of at most `rows` rows of a call."""
     facts = arguments.workspace().facts
+    return planner.choose_variant(facts, rows=rows, arch=architecture(arguments.x.device))
+
+
+def chunk_tokens(variant: Variant, x: torch.Tensor, top_k: int, *, rows: int) -> int:
+    """Tokens of a pass over x, of at most `rows` rows."""
+    if isinstance(variant, PrefillVariant):
+        return min(rows // top_k, most_tokens(x.stride(0) * x.element_size()))
+    return rows // top_k
+
+
+def ready_pass(arguments: MoEArguments, out: torch.Tensor, variant: Variant, *, rows: int) -> CudaPass:
+    """A variant's launches for passes of at most `rows` rows into `out`, or memory aligned like it."""
+    facts, device = arguments.workspace().facts, arguments.x.device
+    if isinstance(variant, PrefillVariant):
+        return prefill.ready_pass(arguments, out, facts, variant)
     flags = flags_of(
         arguments.topk_ids,
         arguments.topk_weights,
         weight_on_input=arguments.apply_router_weight_on_input,
         slots_fp32=rows <= planner.FP32_ROWS,
     )
-    return (
-        facts.num_experts,
-        facts.num_global_experts,
-        facts.hidden_size,
-        facts.padded_intermediate_size,
-        KINDS.index(arguments.activation.kind),
-        planner.split_capacity(planner.BLOCKS_PER_SM * sm_count(arguments.x.device)),
-        _most_parts(facts, variant, rows, architecture(arguments.x.device)),
-        arguments.routed_scaling_factor,
-        *activation_numbers(arguments.activation),
-        flags,
+    return OneLaunch(
+        layout=PARAMETERS,
+        scratch=itemgetter(*SCRATCH),
+        matrices=matrices_of(arguments.layer),
+        numbers=(
+            *sizes_of(arguments, facts),
+            planner.split_capacity(planner.BLOCKS_PER_SM * sm_count(device)),
+            _most_parts(facts, variant, rows, architecture(device)),
+            arguments.routed_scaling_factor,
+            *activation_numbers(arguments.activation),
+            flags,
+        ),
+        kernel=prepared(variant, facts.num_experts, rows, device),
     )
 
 
@@ -109,23 +122,6 @@ def _most_parts(facts: LayerFacts, variant: KernelVariant, rows: int, arch: str)
     if variant.kernel == "decode":
         return planner.most_slot_parts(facts, rows=rows, arch=arch)
     return planner.FP32_ROWS // rows if rows <= planner.FP32_ROWS else 1
-
-
-def has_vector_rows(x: torch.Tensor) -> bool:
-    """Whether x's rows can be read as they lie, in vectors of 16 bytes."""
-    row_bytes = x.stride(0) * x.element_size()
-    aligned = row_bytes % VECTOR_BYTES == 0 and x.data_ptr() % VECTOR_BYTES == 0
-    return x.stride(1) == 1 and aligned and not x.is_neg()
-
-
-def with_vector_rows(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it where its rows cannot be read so."""
-    return x if has_vector_rows(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy whose values are its bytes in order: contiguous, and not negated lazily."""
-    return tensor.resolve_neg().contiguous()
 
 
 def prepared(variant: KernelVariant, num_experts: int, slots: int, device: torch.device) -> PreparedLaunch:
@@ -141,8 +137,15 @@ def _launch(variant: KernelVariant, smem_bytes: int, device: torch.device) -> Pr
     return kernel.prepare(grid=grid, block=variant.threads, smem_bytes=smem_bytes, cooperative=True)
 
 
-def build_spec(variant: KernelVariant, arch: str) -> BuildSpec:
+def build_specs(variant: Variant, arch: str) -> tuple[BuildSpec, ...]:
     """What to compile for a variant."""
+    if isinstance(variant, PrefillVariant):
+        return prefill.build_specs(variant)
+    return (build_spec(variant, arch),)
+
+
+def build_spec(variant: KernelVariant, arch: str) -> BuildSpec:
+    """What to compile for a variant of one kernel."""
     return BuildSpec(
         source=KernelSource(name=variant.source),
         kernels=(variant.kernel,),
@@ -152,12 +155,26 @@ def build_spec(variant: KernelVariant, arch: str) -> BuildSpec:
     )
 
 
-def compile_ahead(variants: Iterable[KernelVariant], arch: str) -> None:
-    """Compile variants into the cache, several at once."""
-    compile_all(build_spec(variant, arch) for variant in variants)
+def specs(layers: Iterable[tuple[LayerFacts, int | None]], arch: str) -> list[BuildSpec]:
+    """What calls of layers can choose on an architecture, of up to so many rows each: each spec once."""
+    return list(
+        dict.fromkeys(
+            spec
+            for facts, rows in dict.fromkeys(layers)
+            for variant in planner.possible_variants(facts, rows, arch)
+            for spec in build_specs(variant, arch)
+        )
+    )
 
 
-@functools.lru_cache(maxsize=64)
-def sm_count(device: torch.device) -> int:
-    """The device's multiprocessors."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def compile_ahead(layers: Iterable[tuple[LayerFacts, int | None]], arch: str) -> None:
+    """Compile that into the cache, several at once."""
+    compile_all(specs(layers, arch))
+
+
+def load_ahead(variant: Variant, num_experts: int, device: torch.device) -> None:
+    """Load a variant's kernels on a device, from the cubin cache or else compiled."""
+    if isinstance(variant, PrefillVariant):
+        prefill.prepared(variant, device)
+    else:
+        prepared(variant, num_experts, 1, device)

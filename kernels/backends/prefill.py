@@ -6,14 +6,13 @@ Four launches, three where a token has one slot: then GEMM 2 writes `out` itself
 """
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 
 from ..arguments import MoEArguments
-from ..device import architecture
-from ..jit.build import compile_all
+from ..device import sm_count
 from ..jit.launch import PreparedLaunch
 from ..jit.load import load_kernel
 from ..jit.source import KernelSource
@@ -21,101 +20,24 @@ from ..jit.spec import BuildSpec
 from ..plan import prefill as planner
 from ..plan.prefill import GemmVariant, PrefillVariant
 from ..plan.problem import LayerFacts
-from ..plan.reference import too_few_rows
 from ..scratch import Lease
-from .cuda_arguments import KINDS, activation_numbers, flags_of
-from .cuda_moe import VECTOR_BYTES, as_it_lies, matrices_of, sm_count, with_vector_rows
+from .cuda_arguments import VECTOR_BYTES, activation_numbers, flags_of, matrices_of, sizes_of
+from .cuda_pass import CudaPass
 from .prefill_arguments import (
     DIRECT,
+    MAP_BYTES,
     NO_MAP,
     OUT_ALIGNED,
     PARAMETERS,
+    SCRATCH,
     activations_map,
+    maps_behind,
     weight_maps,
-    with_maps,
 )
 
 ROUTE_BLOCKS, ROUTE_THREADS = 8, 1024
 GEMM_THREADS = 384
 SUM_THREADS = 256
-MOST_X_BYTES = 2**32 - 1  # of a chunk: the kernels' offsets into x have 32 bits
-
-
-def run(arguments: MoEArguments, out: torch.Tensor, lease: Lease) -> None:
-    """Write the layer's output for x [M, H] into out [M, H] on the current stream, in chunks of the lease."""
-    x = with_vector_rows(arguments.x)
-    weights, ids = as_it_lies(arguments.topk_weights), as_it_lies(arguments.topk_ids)
-    expert_map = None if arguments.expert_map is None else as_it_lies(arguments.expert_map)
-    facts = arguments.workspace().facts
-    tokens, top_k = ids.shape
-    chunk = min(tokens, lease.plan.rows // top_k, MOST_X_BYTES // max(1, x.stride(0) * x.element_size()))
-    if chunk == 0:
-        raise too_few_rows(top_k, lease.plan.rows)
-    variant = planner.choose_variant(facts, rows=chunk * top_k)
-    layer = arguments.layer
-    flags = all_flags(arguments, out)
-    matrices, fixed = matrices_of(layer), fixed_numbers(arguments, facts, variant, flags)
-    activations = lease.buffers["activations"]
-    first_maps = weight_maps(layer.w13) + NO_MAP
-    second_maps = weight_maps(layer.w2) + activations_map(activations)
-    launches = prepared(variant, x.device)
-    stream = torch.cuda.current_stream(x.device).cuda_stream
-    with torch.cuda.device(x.device):
-        for start in range(0, tokens, chunk):
-            rows = slice(start, start + chunk)
-            now = min(chunk, tokens - start)
-            parameters = PARAMETERS.pack(
-                x[rows].data_ptr(),
-                weights[rows].data_ptr(),
-                ids[rows].data_ptr(),
-                0 if expert_map is None else expert_map.data_ptr(),
-                *matrices,
-                out[rows].data_ptr(),
-                *lease.addresses,
-                x.stride(0),
-                out.stride(0),
-                now,
-                top_k,
-                *fixed,
-            )
-            launches.route(stream, parameters)
-            launches.first(stream, with_maps(launches.first, parameters, first_maps))
-            launches.second(stream, with_maps(launches.second, parameters, second_maps))
-            if not flags & DIRECT:
-                prepared_sum(facts.scales_dtype, facts.hidden_size, now, x.device)(stream, parameters)
-
-
-def all_flags(arguments: MoEArguments, out: torch.Tensor) -> int:
-    """The flags of a call."""
-    aligned = (out.data_ptr() | out.stride(0) * out.element_size()) % VECTOR_BYTES == 0
-    return (
-        flags_of(
-            arguments.topk_ids,
-            arguments.topk_weights,
-            weight_on_input=arguments.apply_router_weight_on_input,
-            slots_fp32=False,
-        )
-        | DIRECT * (aligned and arguments.topk_ids.shape[1] == 1)
-        | OUT_ALIGNED * aligned
-    )
-
-
-def fixed_numbers(
-    arguments: MoEArguments, facts: LayerFacts, variant: PrefillVariant, flags: int
-) -> tuple[int | float, ...]:
-    """The parameters from num_experts on."""
-    return (
-        facts.num_experts,
-        facts.num_global_experts,
-        facts.hidden_size,
-        facts.padded_intermediate_size,
-        KINDS.index(arguments.activation.kind),
-        variant.tile.rows,
-        variant.tile.mask,
-        flags,
-        arguments.routed_scaling_factor,
-        *activation_numbers(arguments.activation),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +49,81 @@ class PrefillLaunches:
     second: PreparedLaunch
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillPass(CudaPass):
+    """The launches of the prefill path.
+
+    Attributes:
+        kernels: those of the variant.
+        first_maps, second_maps: what the GEMMs are told behind the arguments. The map of GEMM 2's tokens, the
+            activations in the scratch, comes last and is added in each call.
+        activations: their width and dtype.
+        summed: whether slots are summed; GEMM 2 writes `out` otherwise.
+        hidden_size: H.
+        device: where.
+    """
+
+    kernels: PrefillLaunches
+    first_maps: bytes
+    second_maps: bytes
+    activations: tuple[int, torch.dtype]
+    summed: bool
+    hidden_size: int
+    device: torch.device
+
+    def launch(self, stream: int, parameters: bytes, lease: Lease, tokens: int) -> None:
+        """Launch one after the other."""
+        kernels = self.kernels
+        width, dtype = self.activations
+        its_tokens = activations_map(lease.addresses["activations"], lease.plan.rows, width, dtype)
+        kernels.route(stream, parameters)
+        kernels.first(stream, parameters + self.first_maps)
+        kernels.second(stream, parameters + self.second_maps + its_tokens)
+        if self.summed:
+            prepared_sum(dtype, self.hidden_size, tokens, self.device)(stream, parameters)
+
+
+def ready_pass(
+    arguments: MoEArguments, out: torch.Tensor, facts: LayerFacts, variant: PrefillVariant
+) -> PrefillPass:
+    """The path's launches for a call that writes into `out`, or into other memory that is aligned like it."""
+    layer, device = arguments.layer, arguments.x.device
+    aligned = (out.data_ptr() | out.stride(0) * out.element_size()) % VECTOR_BYTES == 0
+    direct = aligned and arguments.topk_ids.shape[1] == 1
+    flags = flags_of(
+        arguments.topk_ids,
+        arguments.topk_weights,
+        weight_on_input=arguments.apply_router_weight_on_input,
+        slots_fp32=False,
+    )
+    kernels = prepared(variant, device)
+    return PrefillPass(
+        layout=PARAMETERS,
+        scratch=itemgetter(*SCRATCH),
+        matrices=matrices_of(layer),
+        numbers=(
+            *sizes_of(arguments, facts),
+            variant.tile.rows,
+            variant.tile.mask,
+            flags | DIRECT * direct | OUT_ALIGNED * aligned,
+            arguments.routed_scaling_factor,
+            *activation_numbers(arguments.activation),
+        ),
+        kernels=kernels,
+        first_maps=maps_behind(kernels.first, weight_maps(layer.w13) + NO_MAP),
+        second_maps=maps_behind(kernels.second, weight_maps(layer.w2), later_bytes=MAP_BYTES),
+        activations=(facts.padded_intermediate_size, facts.scales_dtype),
+        summed=not direct,
+        hidden_size=facts.hidden_size,
+        device=device,
+    )
+
+
 @functools.lru_cache(maxsize=256)
 def prepared(variant: PrefillVariant, device: torch.device) -> PrefillLaunches:
-    """The launches of a variant on a device: loaded, from the cubin cache or compiled."""
-    route = load_kernel(route_spec(fp16=variant.first.fp16), device, kernel="prefill_route")
+    """The launches of a variant on a device, loaded with the sum: from the cubin cache, or compiled."""
+    ends = route_spec(fp16=variant.first.fp16)
+    route, _ = (load_kernel(ends, device, kernel=name) for name in ends.kernels)
     return PrefillLaunches(
         route=route.prepare(grid=ROUTE_BLOCKS, block=ROUTE_THREADS),
         first=_prepared_gemm(variant.first, device),
@@ -151,8 +144,17 @@ def prepared_sum(dtype: torch.dtype, hidden_size: int, tokens: int, device: torc
     return kernel.prepare(grid=-(-tokens * (hidden_size // 8) // SUM_THREADS), block=SUM_THREADS)
 
 
-def build_spec(variant: GemmVariant) -> BuildSpec:
+def build_specs(variant: PrefillVariant) -> tuple[BuildSpec, ...]:
     """What to compile for a variant."""
+    return (
+        route_spec(fp16=variant.first.fp16),
+        build_spec(variant.first),
+        build_spec(variant.second),
+    )
+
+
+def build_spec(variant: GemmVariant) -> BuildSpec:
+    """What to compile for a GEMM."""
     return BuildSpec(
         source=KernelSource(name="prefill_gemm.cu"),
         kernels=("prefill_gemm",),
@@ -171,24 +173,3 @@ def route_spec(*, fp16: bool) -> BuildSpec:
         constants={"FP16": fp16},
         label=f"prefill route {'fp16' if fp16 else 'bf16'}",
     )
-
-
-def specs(facts: Iterable[LayerFacts]) -> list[BuildSpec]:
-    """All that the planner can choose for these layers."""
-    found: dict[BuildSpec, None] = {}
-    for layer in facts:
-        found[route_spec(fp16=layer.scales_dtype == torch.float16)] = None
-        for variant in planner.variants(layer):
-            found[build_spec(variant.first)] = found[build_spec(variant.second)] = None
-    return list(found)
-
-
-def compile_ahead(facts: Iterable[LayerFacts], device: torch.device) -> None:
-    """Compile what the planner can choose for these layers, and load it on the device."""
-    layers = list(facts)
-    if architecture(device) != planner.ARCHITECTURE:
-        return
-    compile_all(specs(layers))
-    for layer in layers:
-        for variant in planner.variants(layer):
-            prepared(variant, device)

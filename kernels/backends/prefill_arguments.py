@@ -4,11 +4,14 @@ bytes     C++                          what
 0..31     x .. expert_map              pointers of the call
 32..111   w13, w2                      MatrixArgs: qweight, scales, zero_points, sort_order, bias
 112       out
-120..167  counters .. w2_output        pointers into the scratch, in the order of the workspace's plan
+120..167  counters .. w2_output        pointers into the scratch: `SCRATCH`
 168..183  x_stride, out_stride         in elements
 184..223  tokens .. flags
 224..243  routed_scaling_factor .. linear_beta
 the end   words, scales, zeros, tokens CUtensorMap, the GEMMs' further parameters, aligned by the compiler
+
+A tensor map is made of an address and sizes, and of nothing that lies there. So those are what it is kept by:
+it stays right when `update_` writes new weights, and other memory has another one.
 """
 
 import ctypes
@@ -25,6 +28,9 @@ from ..matrix import MarlinMatrix
 from ..plan.prefill import STAGE_K
 
 PARAMETERS = struct.Struct("<21Q2q8iIi5f4x")
+SCRATCH = ("counters", "routed_rows", "slot_is_here", "token_tiles", "activations", "w2_output")
+"""Names of the buffers in the workspace's plan."""
+
 MAP_BYTES = 128
 NO_MAP = bytes(MAP_BYTES)
 
@@ -56,7 +62,6 @@ class Box:
     swizzled: bool = False
 
 
-@functools.lru_cache(maxsize=4096)
 def tensor_map(box: Box) -> bytes:
     """The driver's description of a box."""
     driver = import_cuda("cuda.bindings.driver")
@@ -85,11 +90,26 @@ def tensor_map(box: Box) -> bytes:
 
 def weight_maps(matrix: MarlinMatrix) -> bytes:
     """The maps of a matrix's words, scales and zero points, of 128 columns and 64 inputs each."""
-    experts, size_k, size_n = matrix.num_experts, matrix.size_k, matrix.size_n
-    bits, groups = matrix.format.bits, matrix.num_groups
+    zeros = matrix.zero_points
+    return _weight_maps(
+        (matrix.qweight.data_ptr(), matrix.scales.data_ptr(), 0 if zeros is None else zeros.data_ptr()),
+        matrix.num_experts,
+        matrix.size_k,
+        matrix.size_n,
+        matrix.num_groups,
+        matrix.format.bits,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _weight_maps(
+    addresses: tuple[int, int, int], experts: int, size_k: int, size_n: int, groups: int, bits: int
+) -> bytes:
+    """Of qweight, scales and zero points, whose address is 0 where there are none."""
+    qweight, scales, zero_points = addresses
     words = tensor_map(
         Box(
-            address=matrix.qweight.data_ptr(),
+            address=qweight,
             element="INT64",
             element_bytes=8,
             shape=(experts * (size_k // 16), size_n * bits // 4),
@@ -99,36 +119,36 @@ def weight_maps(matrix: MarlinMatrix) -> bytes:
     if groups == 1:
         return words + NO_MAP + NO_MAP
     taken = max(1, STAGE_K * groups // size_k)
-    scales = tensor_map(
+    by_column = tensor_map(
         Box(
-            address=matrix.scales.data_ptr(),
+            address=scales,
             element="UINT16",
             element_bytes=2,
             shape=(experts * groups, size_n),
             box=(taken, HALF_COLUMNS),
         )
     )
-    if matrix.zero_points is None:
-        return words + scales + NO_MAP
+    if not zero_points:
+        return words + by_column + NO_MAP
     zeros = tensor_map(
         Box(
-            address=matrix.zero_points.data_ptr(),
+            address=zero_points,
             element="INT32",
             element_bytes=4,
             shape=(experts * groups, size_n * bits // 32),
             box=(taken, HALF_COLUMNS * bits // 32),
         )
     )
-    return words + scales + zeros
+    return words + by_column + zeros
 
 
-def activations_map(activations: torch.Tensor) -> bytes:
-    """The map of GEMM 2's tokens [rows, Ip]: 16 rows of 64 inputs."""
-    rows, width = activations.shape
+@functools.lru_cache(maxsize=4096)
+def activations_map(address: int, rows: int, width: int, dtype: torch.dtype) -> bytes:
+    """The map of GEMM 2's tokens [rows, width]: 16 rows of 64 inputs."""
     return tensor_map(
         Box(
-            address=activations.data_ptr(),
-            element="FLOAT16" if activations.dtype == torch.float16 else "BFLOAT16",
+            address=address,
+            element="FLOAT16" if dtype == torch.float16 else "BFLOAT16",
             element_bytes=2,
             shape=(rows, width),
             box=(TOKEN_BOX_ROWS, STAGE_K),
@@ -137,6 +157,9 @@ def activations_map(activations: torch.Tensor) -> bytes:
     )
 
 
-def with_maps(launch: PreparedLaunch, parameters: bytes, maps: bytes) -> bytes:
-    """A GEMM's parameters: the arguments, and at the end the maps, at whatever offset they are aligned to."""
-    return parameters.ljust(launch.parameter_bytes - len(maps), b"\0") + maps
+def maps_behind(launch: PreparedLaunch, maps: bytes, *, later_bytes: int = 0) -> bytes:
+    """What a GEMM is told behind `PARAMETERS`: maps, at whatever offset they are aligned to.
+
+    Where `later_bytes` of further maps come behind them, the caller adds those.
+    """
+    return bytes(launch.parameter_bytes - PARAMETERS.size - len(maps) - later_bytes) + maps

@@ -1,4 +1,4 @@
-// What blocks tell each other through memory: sums of GEMM 1's pieces, rows of GEMM 2's parts; and who adds them up.
+// What blocks tell each other through memory: sums of GEMM 1's pieces, and the activations that are made of them.
 // Every sum has a fixed order, so that equal calls give equal bits.
 #pragma once
 #include "activation.cuh"
@@ -63,15 +63,24 @@ struct FourSums {
 
 // Rows whose activations a block holds at a time: of each segment of the window those of its tile.
 struct Window {  // in shared memory
-  int row_count;
+  int row_count, items;
+  int log_lanes;  // lanes that share four columns
   u16 segment[ACTIVATIONS_ELEMENTS / 40], row[ACTIVATIONS_ELEMENTS / 40];  // of the window; of the segment's tile
-};
 
-// How many lanes share four columns of the window's rows: more where there are many pieces to add.
-__device__ __forceinline__ int activation_lanes_log(const Work& work) {
-  u32 units = work.tiles * STRIPS;
-  return units * 4 <= gridDim.x ? 3 : units <= gridDim.x ? 1 : 0;
-}
+  // A whole warp lists the window that begins with task `at` of its block.
+  __device__ __forceinline__ void list(const Work& work, const Routes& routes, u32 at) {
+    int first = at / GROUPS2, count = (work.window_end(at) - 1) / GROUPS2 - first + 1, lane = threadIdx.x & 31, listed = 0;
+#pragma unroll 1
+    for (int s = 0; s < count; s++) {
+      int rows = routes.tiles[work.by_parts.quotient(first + s)].rows;
+      if (lane < rows) segment[listed + lane] = s, row[listed + lane] = lane;
+      listed += rows;
+    }
+    if (lane > 0) return;
+    row_count = listed, items = listed * work.fours, log_lanes = work.log_lanes;
+    while (log_lanes > 0 && items << log_lanes > THREADS) log_lanes--;
+  }
+};
 
 // One of a thread's activations: four columns of a row of the window, which some neighbouring lanes share.
 struct Item {
@@ -80,25 +89,23 @@ struct Item {
   int expert, row, column, to;
 
   // `index` counts lanes: those of item 0, those of item 1, ...
-  __device__ __forceinline__ void find(const MoEArgs& args, const Work& work, const Routes& routes, const Window& window, int first_segment, int index) {
-    int log_lanes = activation_lanes_log(work), item = index >> log_lanes, sub = index & ((1 << log_lanes) - 1);
-    int part_k = work.part_slots * Slot<W2>::K, fours = part_k / 4, which = item / fours;
+  __device__ __forceinline__ void find(float* first_sums, const Work& work, const Routes& routes, const Window& window, int first_segment, int index) {
+    int item = index >> window.log_lanes, sub = index & ((1 << window.log_lanes) - 1), which = work.by_fours.quotient(item);
     pieces = 0;
     if (which >= window.row_count) return;
-    int segment = first_segment + window.segment[which], tile = segment / work.parts;
-    column = segment % work.parts * part_k + item % fours * 4;
+    int segment = first_segment + window.segment[which], tile = work.by_parts.quotient(segment), four = item - which * work.fours;
+    column = ((segment - tile * work.parts) * work.fours + four) * 4;
     if (column >= INTERMEDIATE) return;
     pieces = work.pieces(tile * STRIPS + column / STRIP_COLUMNS);
     expert = routes.tiles[tile].expert, row = routes.tiles[tile].row + window.row[which];
-    sums = args.split_sums + (static_cast<u64>(sub) * work.rows + row) * SIZE_N1 + column;
-    to = (window.segment[which] * TOKEN_TILE + window.row[which]) * (part_k + 8) + item % fours * 4;
+    sums = first_sums + (static_cast<u64>(sub) * work.rows + row) * SIZE_N1 + column;
+    to = (window.segment[which] * TOKEN_TILE + window.row[which]) * (work.fours * 4 + 8) + four * 4;
   }
 };
 
 // activation(gate, up) of an item from the sums of all pieces, to its place among the block's activations.
-__device__ __forceinline__ void activate_item(const MoEArgs& args, const Work& work, const Routes& routes, const Item& item, int log_lanes,
-                                              Scalar* to, bool weighted) {
-  int lanes = 1 << log_lanes, sub = threadIdx.x & (lanes - 1);
+__device__ __forceinline__ void activate_item(const MoEArgs& args, const Work& work, const Routes& routes, const Item& item, int lanes, Scalar* to, bool weighted) {
+  int sub = threadIdx.x & (lanes - 1);
   u64 step = static_cast<u64>(lanes) * work.rows * SIZE_N1;
   const float* sums = item.sums;
   FourSums gate, up;
@@ -116,51 +123,5 @@ __device__ __forceinline__ void activate_item(const MoEArgs& args, const Work& w
     float other = 0.0f, one = finish<Type, W13>(gate[i] * Type::SUM_FACTOR, args.w13, item.expert, item.column + i, SIZE_N1, weight);
     if (GATED) other = finish<Type, W13>(up[i] * Type::SUM_FACTOR, args.w13, item.expert, INTERMEDIATE + item.column + i, SIZE_N1, weight);
     to[item.to + i] = Type::from_float(activate(one, other, args));
-  }
-}
-
-// A sum over K of w2 with its scale or bias, where it has those outside of the groups; not in line, for it is rare.
-__device__ __noinline__ float finish_apart(float sum, const MoEArgs& args, int expert, int column) {
-  return finish<Type, W2>(sum * Type::SUM_FACTOR, args.w2, expert, column, HIDDEN, 1.0f);
-}
-
-// Four columns of one row of GEMM 2, summed over parts of K, times the router's weight: added to `total`.
-__device__ __forceinline__ void add_row(FourSums& total, FourSums row, const MoEArgs& args, int expert, int column, float weight) {
-  bool apart = W2::GROUP == 0 || args.w2.bias;
-  float factor = apart ? weight : weight * Type::SUM_FACTOR;
-  if (apart)
-    for (int i = 0; i < 4; i++) row.v[i] = finish_apart(row.v[i], args, expert, column + i);
-#pragma unroll
-  for (int i = 0; i < 4; i++) total.v[i] += row.v[i] * factor;
-}
-
-// The sum over a token's slots and their parts of K, for all tokens. Lanes share four columns where tokens are few.
-__device__ __forceinline__ void add_slots(const MoEArgs& args, const Work& work, const Routes& routes, int flags) {
-  constexpr int FOURS = HIDDEN / 4;
-  int items = args.tokens * FOURS, log = 3, warps = gridDim.x * WARPS, lane = threadIdx.x & 31;
-  while (log > 0 && (args.top_k >> log == 0 || items << log > warps * 32)) log--;
-  int sub = lane & ((1 << log) - 1), per_warp = 32 >> log, warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
-  const float* rows = static_cast<const float*>(args.w2_output);
-#pragma unroll 1
-  for (int at = warp * per_warp; at < items; at += warps * per_warp) {
-    int item = at + (lane >> log), token = min(item, items - 1) / FOURS, column = min(item, items - 1) % FOURS * 4;
-    FourSums total;
-#pragma unroll 4
-    for (int k = sub; k < args.top_k; k += 1 << log) {
-      int slot = token * args.top_k + k, row = routes.row_of_slot[slot];
-      if (row == NO_ROW) continue;
-      const float* from = rows + static_cast<u64>(row) * HIDDEN + column;
-      FourSums one;
-      one.add(from);
-#pragma unroll 1
-      for (int part = 1; part < work.parts; part++) one.add(from + static_cast<u64>(part) * work.rows * HIDDEN);
-      int expert = W2::GROUP == 0 || args.w2.bias ? expert_of(args, slot, flags & IDS64) : 0;
-      add_row(total, one, args, expert, column, flags & WEIGHT_ON_INPUT ? 1.0f : routes.weights[row]);
-    }
-    total.over_lanes(1 << log);
-    if (item >= items) continue;
-    Scalar* out = static_cast<Scalar*>(args.out) + token * args.out_stride + column;
-#pragma unroll 1
-    for (int i = sub; i < 4; i += 1 << log) out[i] = Type::from_float(total[i] * args.routed_scaling_factor);
   }
 }

@@ -33,37 +33,49 @@ __device__ __forceinline__ void load_tokens(u32 (&b)[2][OCTETS][2], const Scalar
   }
 }
 
-// sums += slot n of a stage * tokens, for the first OCTETS of the sums' octets (1, 2 or 4).
-template <class T, class F, int OCTETS, int ALL>
-__device__ __forceinline__ void multiply_slot(WarpSums<ALL>& sums, const char* stage, int n, const typename T::Scalar* tokens, int row_elements) {
+// A warp's slot of a stage, in registers.
+template <class T, class F>
+struct SlotWords {
+  static constexpr int STEPS = Slot<F>::STEPS, GROUPS = Slot<F>::SCALE_GROUPS > Slot<F>::ZERO_GROUPS ? Slot<F>::SCALE_GROUPS : Slot<F>::ZERO_GROUPS;
+  u32 words[STEPS][F::BITS];
+  Columns<T> columns[GROUPS > 0 ? GROUPS : 1];
+
+  __device__ __forceinline__ void read(const char* stage, int n) {
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) columns[i] = stage_columns<T, F>(stage, n, i);
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) stage_words<F>(words[s], stage, n, s);
+  }
+};
+
+// sums += a slot * tokens, for the first OCTETS of the sums' octets (1, 2 or 4).
+template <int OCTETS, class T, class F, int ALL>
+__device__ __forceinline__ void multiply_slot(WarpSums<ALL>& sums, const SlotWords<T, F>& slot, const typename T::Scalar* tokens, int row_elements) {
   Dequantizer<T, F> ready;
 #pragma unroll
   for (int s = 0; s < Slot<F>::STEPS; s += 2) {
     u32 b[2][OCTETS][2];
     load_tokens<OCTETS>(b, tokens, row_elements, s);
-    if (s == 0 || (F::GROUP && 16 * s % F::GROUP == 0)) ready.prepare(stage_columns<T, F>(stage, n, F::GROUP ? 16 * s / F::GROUP : 0));
+    if (s == 0 || (F::GROUP && 16 * s % F::GROUP == 0)) ready.prepare(slot.columns[F::GROUP ? 16 * s / F::GROUP : 0]);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      u32 words[F::BITS];
-      stage_words<F>(words, stage, n, s + i);
+    for (int i = 0; i < 2; i++)
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         u32 a[4];
-        ready.fragment(a, words, j);
+        ready.fragment(a, slot.words[s + i], j);
 #pragma unroll
         for (int o = 0; o < OCTETS; o++) mma<T>(sums.d[j][o], a, b[i][o][0], b[i][o][1]);
       }
-    }
   }
 }
 
 // The same for as many octets as the tile's rows fill.
 template <class T, class F, int ALL>
-__device__ __forceinline__ void multiply_rows(WarpSums<ALL>& sums, const char* stage, int n, const typename T::Scalar* tokens, int row_elements, int rows) {
+__device__ __forceinline__ void multiply_rows(WarpSums<ALL>& sums, const SlotWords<T, F>& slot, const typename T::Scalar* tokens, int row_elements, int rows) {
   if (ALL == 1 || rows <= 8)
-    multiply_slot<T, F, 1>(sums, stage, n, tokens, row_elements);
+    multiply_slot<1>(sums, slot, tokens, row_elements);
   else if (ALL == 2 || rows <= 16)
-    multiply_slot<T, F, (ALL >= 2 ? 2 : 1)>(sums, stage, n, tokens, row_elements);
+    multiply_slot<(ALL >= 2 ? 2 : 1)>(sums, slot, tokens, row_elements);
   else
-    multiply_slot<T, F, ALL>(sums, stage, n, tokens, row_elements);
+    multiply_slot<ALL>(sums, slot, tokens, row_elements);
 }

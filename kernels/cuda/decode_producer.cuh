@@ -51,6 +51,10 @@ struct Ring {
     wait_for(full + at(), round() & 1);
     return stage();
   }
+  // Until the last stage that was put in has arrived.
+  __device__ __forceinline__ void wait_arrived() const {
+    if (used > 0) wait_for(full + (used - 1) % RING_STAGES, (used - 1) / RING_STAGES & 1);
+  }
   __device__ __forceinline__ void release() {
     __syncwarp();
     if ((threadIdx.x & 31) == 0) arrive(empty + at());
@@ -60,7 +64,7 @@ struct Ring {
 
 __device__ __forceinline__ void produce_first(const MoEArgs& args, const Work& work, const RowTile* tiles, Ring& ring, int team) {
   constexpr int HALF = GATED ? STAGE_BLOCKS / 2 : STAGE_BLOCKS, BLOCKS = INTERMEDIATE / 64;
-  u32 at = work.first_granule(blockIdx.x), end = work.first_granule(blockIdx.x + 1);
+  u32 at = work.granules.start(blockIdx.x), end = work.granules.start(blockIdx.x + 1);
   while (at < end) {
     Piece piece(at, end);
     at += piece.end - piece.begin;
@@ -74,7 +78,7 @@ __device__ __forceinline__ void produce_first(const MoEArgs& args, const Work& w
 
 // The stages of GEMM 2, from the `done`th of this team on; stops after `most`.
 __device__ __forceinline__ void produce_second(const MoEArgs& args, const Work& work, const RowTile* tiles, Ring& ring, int team, int done, int most) {
-  u32 at = work.first_task(blockIdx.x), end = work.first_task(blockIdx.x + 1);
+  u32 at = work.tasks.start(blockIdx.x), end = work.tasks.start(blockIdx.x + 1);
   for (u32 behind; at < end; at = behind) {
     behind = work.window_end(at);
     for (u32 q = at + team; q < behind; q += TEAMS) {

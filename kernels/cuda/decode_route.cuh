@@ -10,7 +10,7 @@
 
 typedef unsigned short u16;
 constexpr u16 NO_ROW = 0xffff;
-constexpr int MAX_SLOTS = 2048, SLOTS_A_LANE = MAX_SLOTS / THREADS;  // of kernels/plan/decode.py
+constexpr int MAX_SLOTS = 2048, SLOTS_A_LANE = (MAX_SLOTS + THREADS - 1) / THREADS;  // of kernels/plan/decode.py
 
 struct RowTile {
   u16 expert, row, rows;

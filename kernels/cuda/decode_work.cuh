@@ -8,46 +8,74 @@
 #pragma once
 #include "decode_route.cuh"
 
-struct Work {
-  int tiles, rows;
-  int part_slots, parts;  // of w2's K: slots in a part, parts
-  int window;             // segments in a window
-  u32 granules, tasks;    // in all: slots of GEMM 1, tasks of GEMM 2
-  u32 first_blocks;       // that take part in GEMM 1: each has a slot at least, so that no piece is empty
+// Numbers 0 .. all in equal ranges: `start` of owner b is b * step in fixed point, and no owner gets none.
+struct Ranges {
+  static constexpr int POINT = 10;  // more owners than 2^10 would need more
+  u32 all, owners, step;
+  float owners_per_number;
 
-  __device__ __forceinline__ u32 first_granule(u32 block) const { return block < first_blocks ? block * granules / first_blocks : granules; }
-  __device__ __forceinline__ u32 first_task(int block) const { return block * tasks / gridDim.x; }
-  __device__ __forceinline__ int owner(u32 granule) const { return ((granule + 1) * first_blocks - 1) / granules; }
-  __device__ __forceinline__ int first_owner(u32 unit) const { return owner(unit * SLOTS1); }
-  __device__ __forceinline__ int pieces(u32 unit) const { return owner(unit * SLOTS1 + SLOTS1 - 1) - first_owner(unit) + 1; }
-
-  // Where the window that begins with a task of this block ends. In each window the teams start anew.
-  __device__ __forceinline__ u32 window_end(u32 task) const {
-    u32 begin = first_task(blockIdx.x), first = begin / GROUPS2, which = (task / GROUPS2 - first) / window;
-    return min((first + (which + 1) * window) * GROUPS2, first_task(blockIdx.x + 1));
+  __device__ __forceinline__ void cut(u32 numbers, u32 most_owners) {
+    all = numbers, owners = min(most_owners, numbers);
+    step = owners ? ((all << POINT) + owners - 1) / owners : 0;
+    owners_per_number = __fdividef(1 << POINT, step);
+  }
+  __device__ __forceinline__ u32 start(u32 owner) const { return owner < owners ? static_cast<u64>(owner) * step >> POINT : all; }
+  __device__ __forceinline__ u32 owner(u32 number) const {
+    u32 near = min(static_cast<u32>(number * owners_per_number), owners - 1);
+    return start(near) > number ? near - 1 : start(near + 1) <= number ? near + 1 : near;
   }
 };
 
-// A whole warp calls it: w2's K is cut where that makes the longest team's time shortest; every lane tries a number.
-__device__ __forceinline__ Work plan_work(RouteCounts counts, int most_parts) {
-  int tiles = counts.tiles, rows = counts.rows;
-  constexpr int MOST = ACTIVATION_K / Slot<W2>::K, FEWEST = (SLOTS2 + MOST - 1) / MOST;
-  int lane = threadIdx.x & 31, wanted = min(FEWEST + lane, max(FEWEST, most_parts));
-  Work work;
-  work.part_slots = (SLOTS2 + wanted - 1) / wanted;
-  work.parts = (SLOTS2 + work.part_slots - 1) / work.part_slots;
-  u32 in_block = (static_cast<u32>(tiles) * work.parts * GROUPS2 + gridDim.x - 1) / gridDim.x;
-  // In units of 512 bytes: a slot's stage 36, a row's sums written and read 8, and as much again to begin a task.
-  u32 cost = (in_block + TEAMS - 1) / TEAMS * (36 * work.part_slots + 8 * (rows / max(tiles, 1) + 1));
-  int best = __reduce_min_sync(~0u, min(cost, 1u << 26) * 32 + lane) % 32;
-  work.part_slots = __shfl_sync(~0u, work.part_slots, best);
-  work.parts = __shfl_sync(~0u, work.parts, best);
-  work.tiles = tiles, work.rows = rows;
-  work.window = ACTIVATIONS_ELEMENTS / (TOKEN_TILE * (work.part_slots * Slot<W2>::K + 8));
-  work.granules = tiles * STRIPS * SLOTS1, work.tasks = tiles * work.parts * GROUPS2;
-  work.first_blocks = min(gridDim.x, work.granules);
-  return work;
-}
+// Division by a number that many divide by: exact where their product is below 2^31.
+struct Divisor {
+  u32 factor;
+  __device__ __forceinline__ void set(u32 divisor) { factor = ((1u << 31) + divisor - 1) / divisor; }
+  __device__ __forceinline__ u32 quotient(u32 n) const { return static_cast<u64>(n) * factor >> 31; }
+};
+
+struct Work {
+  int tiles, rows;
+  Ranges granules;        // slots of GEMM 1, over blocks
+  Ranges tasks;           // of GEMM 2, over blocks: planned while the first weights are on their way
+  int part_slots, parts;  // of w2's K: slots in a part, parts
+  int window;             // segments in a window
+  int fours, log_lanes;   // activations of a row, in fours, and lanes that share four of them
+  Divisor by_parts, by_window, by_fours;
+
+  __device__ __forceinline__ int pieces(u32 unit) const { return granules.owner(unit * SLOTS1 + SLOTS1 - 1) - granules.owner(unit * SLOTS1) + 1; }
+
+  // Where the window that begins with a task of this block ends. In each window the teams start anew.
+  __device__ __forceinline__ u32 window_end(u32 task) const {
+    u32 begin = tasks.start(blockIdx.x), first = begin / GROUPS2, which = by_window.quotient(task / GROUPS2 - first);
+    return min((first + (which + 1) * window) * GROUPS2, tasks.start(blockIdx.x + 1));
+  }
+
+  // What the producers must know before their first copies.
+  __device__ __forceinline__ void plan_first(RouteCounts counts) {
+    tiles = counts.tiles, rows = counts.rows;
+    granules.cut(tiles * STRIPS * SLOTS1, gridDim.x);
+  }
+
+  // A whole warp calls it: w2's K is cut where that makes the longest team's time shortest; every lane tries a number.
+  __device__ __forceinline__ void plan_second(int most_parts) {
+    constexpr int MOST = ACTIVATION_K / Slot<W2>::K, FEWEST = (SLOTS2 + MOST - 1) / MOST;
+    int lane = threadIdx.x & 31, wanted = min(FEWEST + lane, max(FEWEST, most_parts));
+    int in_part = (SLOTS2 + wanted - 1) / wanted, count = (SLOTS2 + in_part - 1) / in_part;
+    u32 in_block = (static_cast<u32>(tiles) * count * GROUPS2 + gridDim.x - 1) / gridDim.x;
+    // In units of 512 bytes: a slot's stage 36, a row's sums written and read 8, and as much again to begin a task.
+    u32 cost = (in_block + TEAMS - 1) / TEAMS * (36 * in_part + 8 * (rows / max(tiles, 1) + 1));
+    int best = __reduce_min_sync(~0u, min(cost, 1u << 26) * 32 + lane) % 32;
+    in_part = __shfl_sync(~0u, in_part, best), count = __shfl_sync(~0u, count, best);
+    if (lane > 0) return;
+    part_slots = in_part, parts = count;
+    window = ACTIVATIONS_ELEMENTS / (TOKEN_TILE * (part_slots * Slot<W2>::K + 8));
+    fours = part_slots * Slot<W2>::K / 4;
+    u32 units = tiles * STRIPS;  // many pieces each where they are few
+    log_lanes = units * 4 <= gridDim.x ? 3 : units <= gridDim.x ? 1 : 0;
+    tasks.cut(tiles * parts * GROUPS2, gridDim.x);
+    by_parts.set(parts), by_window.set(window), by_fours.set(fours);
+  }
+};
 
 // A block's part of one (tile, strip) of GEMM 1: slots begin .. end along K.
 struct Piece {
@@ -70,7 +98,7 @@ __device__ __forceinline__ int strip_block(int strip, int n) {
 struct Task {
   int segment, tile, part, block, blocks, begin, end;
   __device__ __forceinline__ Task(const Work& work, u32 q) {
-    segment = q / GROUPS2, tile = segment / work.parts, part = segment % work.parts;
+    segment = q / GROUPS2, tile = work.by_parts.quotient(segment), part = segment - tile * work.parts;
     block = q % GROUPS2 * STAGE_BLOCKS, blocks = min(STAGE_BLOCKS, BLOCKS2 - block);
     begin = part * work.part_slots, end = min(begin + work.part_slots, SLOTS2);
   }

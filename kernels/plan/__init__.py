@@ -5,7 +5,9 @@ buffers     where each buffer lies in the scratch memory: BufferPlan, WorkspaceP
 reference   the buffers and the chunks of the reference backend: MoEPlan
 variant     what is constant in a CUDA kernel: KernelVariant, and the general path's MoEVariant
 decode      the decode path: DecodeVariant
-cuda_moe    which kernel of the CUDA backend runs a call, and the buffers of all
-prefill     the prefill path on Hopper, which nothing chooses yet: GemmVariant, PrefillVariant
+prefill     the prefill path on Hopper: GemmVariant, PrefillVariant
+estimate    about how long the decode path and the prefill path take
+paths       which path runs a call, by its rows
+cuda_moe    which kernels of the CUDA backend run a call, and the buffers of all
 workspaces  which of them a layer's calls need
 """

@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ..errors import WorkspaceError
+
+Need = tuple[str, torch.dtype, tuple[int, ...]]
+"""A buffer that something needs: name, dtype, shape."""
+
+MAX_ROWS = 2**31 - 1  # numbers of rows and slots are int32; more rows run in chunks
 ALIGNMENT_BYTES = 256  # what CUDA's own allocations guarantee, and more than any vector load asks for
 
 
@@ -40,9 +46,7 @@ class WorkspacePlan:
     buffers: tuple[BufferPlan, ...]
 
     @classmethod
-    def lay_out(
-        cls, title: str, *, rows: int, buffers: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]
-    ) -> "WorkspacePlan":
+    def lay_out(cls, title: str, *, rows: int, buffers: Iterable[Need]) -> "WorkspacePlan":
         """The plan of (name, dtype, shape) buffers, one behind the other, each aligned to 256 bytes."""
         placed: list[BufferPlan] = []
         end = 0
@@ -67,6 +71,37 @@ class WorkspacePlan:
                 f"  {buffer.name:<16}{dtype:<10}{shape:<20}{buffer.offset_bytes:>16,}{buffer.nbytes:>16,}"
             )
         return "\n".join(lines)
+
+
+def planned_rows(rows: int) -> int:
+    """The rows that are planned where `rows` are asked for: no more than their numbers can tell apart.
+
+    Raises:
+        WorkspaceError: none are asked for.
+    """
+    if rows < 1:
+        raise WorkspaceError(
+            f"workspace: expected at least one row, got {rows}. Give max_tokens and top_k from 1 on."
+        )
+    return min(rows, MAX_ROWS)
+
+
+def overlaid(*needs: Iterable[Need]) -> list[Need]:
+    """The buffers of several that never run at once: those of one name are one, as large as the largest.
+
+    They stand in the order in which they are met.
+    """
+    found: dict[str, Need] = {}
+    for need in (need for each in needs for need in each):
+        name = need[0]
+        if name not in found or _nbytes(need) > _nbytes(found[name]):
+            found[name] = need
+    return list(found.values())
+
+
+def _nbytes(need: Need) -> int:
+    _, dtype, shape = need
+    return math.prod(shape) * dtype.itemsize
 
 
 def _aligned(nbytes: int) -> int:

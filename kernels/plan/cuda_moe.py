@@ -1,23 +1,32 @@
-"""The CUDA backend's plan: which kernel runs a call, and the buffers of all of them. Integers only."""
+"""The CUDA backend's plan: which kernels run a call, and the buffers of all of them. Integers only."""
 
 import torch
 
-from ..errors import WorkspaceError
-from . import decode
-from .buffers import WorkspacePlan
+from . import decode, prefill
+from .buffers import Need, WorkspacePlan, overlaid, planned_rows
+from .paths import Path, RowRange, choose_path, row_ranges
+from .prefill import PrefillVariant
 from .problem import LayerFacts, MoEProblem
 from .variant import COLUMNS, KernelVariant, MoEVariant, form_of
 
+Variant = KernelVariant | PrefillVariant
+"""What runs a pass: one kernel, or those of the prefill path."""
+
 TOKEN_TILES = (8, 16, 32)
-MAX_ROWS = 2**31 - 1  # slot numbers are int32; more rows run in chunks
 SPLIT_ROUNDS = 2
 BLOCKS_PER_SM = MoEVariant.blocks_per_sm  # the most of any kernel
 FP32_ROWS = 2048  # up to so many rows the slots are kept in float32: a rounding less where it costs nothing
 
 
-def choose_variant(facts: LayerFacts, *, rows: int, arch: str) -> KernelVariant:
-    """The kernel for `rows` rows: the decode path for few, else the general one."""
-    return decode.choose_variant(facts, rows=rows, arch=arch) or choose_general(facts, rows=rows)
+def choose_variant(facts: LayerFacts, *, rows: int, arch: str) -> Variant:
+    """What runs `rows` rows on an architecture."""
+    match choose_path(facts, rows=rows, arch=arch):
+        case Path.DECODE:
+            return decode.variant(facts, token_tile=decode.token_tile(facts, rows=rows), arch=arch)
+        case Path.GENERAL:
+            return choose_general(facts, rows=rows)
+        case Path.PREFILL:
+            return prefill.choose_variant(facts, rows=rows)
 
 
 def choose_general(facts: LayerFacts, *, rows: int) -> MoEVariant:
@@ -27,20 +36,30 @@ def choose_general(facts: LayerFacts, *, rows: int) -> MoEVariant:
     return MoEVariant(**form_of(facts), token_tile=tile)
 
 
-def variants(facts: LayerFacts, arch: str) -> tuple[KernelVariant, ...]:
+def variants(facts: LayerFacts, arch: str) -> tuple[Variant, ...]:
     """All that `choose_variant` can choose for a layer on an architecture."""
-    least = decode.max_rows(facts) + 1  # what the general path begins with
-    first = TOKEN_TILES.index(choose_general(facts, rows=least).token_tile)
-    general = (MoEVariant(**form_of(facts), token_tile=tile) for tile in TOKEN_TILES[first:])
-    return (*decode.variants(facts, arch), *general)
+    return possible_variants(facts, None, arch)
 
 
-def possible_variants(facts: LayerFacts, rows: int | None, arch: str) -> tuple[KernelVariant, ...]:
-    """All that calls of 1 .. `rows` rows can choose, of any number where None; in order of rows."""
-    ordered = variants(facts, arch)
-    if rows is None:
-        return ordered
-    return ordered[: ordered.index(choose_variant(facts, rows=rows, arch=arch)) + 1]
+def possible_variants(facts: LayerFacts, rows: int | None, arch: str) -> tuple[Variant, ...]:
+    """All that calls of 1 .. `rows` rows can choose, of any number where None; path after path."""
+    ranges = row_ranges(facts, arch=arch, most=rows)
+    return tuple(variant for part in ranges for variant in _variants_of(facts, part, arch))
+
+
+def _variants_of(facts: LayerFacts, part: RowRange, arch: str) -> tuple[Variant, ...]:
+    """What the rows of a range choose, by token tile."""
+    found: tuple[KernelVariant, ...]
+    match part.path:
+        case Path.PREFILL:
+            return prefill.variants(facts, first=part.first, last=part.last)
+        case Path.DECODE:
+            found = decode.variants(facts, arch)
+        case Path.GENERAL:
+            found = tuple(MoEVariant(**form_of(facts), token_tile=tile) for tile in TOKEN_TILES)
+    ends = [choose_variant(facts, rows=rows, arch=arch) for rows in (part.first, part.last) if rows]
+    last = len(found) if part.last is None else found.index(ends[-1]) + 1
+    return found[found.index(ends[0]) : last]
 
 
 def most_slot_parts(facts: LayerFacts, *, rows: int, arch: str) -> int:
@@ -59,8 +78,19 @@ def split_capacity(blocks: int) -> int:
 def plan_workspace(facts: LayerFacts, *, rows: int, blocks: int, arch: str) -> WorkspacePlan:
     """The buffers of a layer for `rows` rows (at most 2**31 - 1 are planned) on a device.
 
-    `blocks` is the most that run at once on the device, `arch` its architecture (`sm_90a`). Only activations
-    and w2_output grow large.
+    `blocks` is the most that run at once on the device, `arch` its architecture (`sm_90a`). A call of any
+    number of rows up to `rows` finds in them what its path needs: where paths share a name, the most of them.
+    Only activations and w2_output grow large.
+    """
+    rows = planned_rows(rows)
+    needs = [_buffers(facts, rows=rows, blocks=blocks, arch=arch)]
+    if any(part.path is Path.PREFILL for part in row_ranges(facts, arch=arch, most=rows)):
+        needs.append(prefill.buffers(facts, rows=rows))
+    return WorkspacePlan.lay_out(f"CUDA workspace of {facts}", rows=rows, buffers=overlaid(*needs))
+
+
+def _buffers(facts: LayerFacts, *, rows: int, blocks: int, arch: str) -> list[Need]:
+    """What the general path and the decode path need.
 
     buffer          dtype    shape        holds
     tile_count      int32    [1]
@@ -73,32 +103,23 @@ def plan_workspace(facts: LayerFacts, *, rows: int, blocks: int, arch: str) -> W
     w2_output       x.dtype  [≥ rows, H]  by slot; few rows may be float32, and several parts of K, instead
     split_sums      float32  [sums]       sums of GEMM 1 where K is split over blocks
     """
-    if rows < 1:
-        raise WorkspaceError(
-            f"workspace: expected at least one row, got {rows}. Give max_tokens and top_k from 1 on."
-        )
-    rows = min(rows, MAX_ROWS)
     tiles = min(rows, facts.num_experts + rows // TOKEN_TILES[0])
     sums = max(
         split_capacity(blocks) * TOKEN_TILES[-1] * COLUMNS,
         decode.first_sums_floats(facts, rows=rows, blocks=blocks),
     )
     slot_rows = _slot_bytes(facts, rows, arch) // (facts.hidden_size * facts.scales_dtype.itemsize)
-    return WorkspacePlan.lay_out(
-        f"CUDA workspace of {facts}",
-        rows=rows,
-        buffers=(
-            ("tile_count", torch.int32, (1,)),
-            ("sorted_slots", torch.int32, (rows,)),
-            ("slot_is_here", torch.int32, (rows,)),
-            ("tile_expert", torch.int32, (tiles,)),
-            ("tile_row", torch.int32, (tiles,)),
-            ("tile_rows", torch.int32, (tiles,)),
-            ("activations", facts.scales_dtype, (rows, facts.padded_intermediate_size)),
-            ("w2_output", facts.scales_dtype, (slot_rows, facts.hidden_size)),
-            ("split_sums", torch.float32, (sums,)),
-        ),
-    )
+    return [
+        ("tile_count", torch.int32, (1,)),
+        ("sorted_slots", torch.int32, (rows,)),
+        ("slot_is_here", torch.int32, (rows,)),
+        ("tile_expert", torch.int32, (tiles,)),
+        ("tile_row", torch.int32, (tiles,)),
+        ("tile_rows", torch.int32, (tiles,)),
+        ("activations", facts.scales_dtype, (rows, facts.padded_intermediate_size)),
+        ("w2_output", facts.scales_dtype, (slot_rows, facts.hidden_size)),
+        ("split_sums", torch.float32, (sums,)),
+    ]
 
 
 def _slot_bytes(facts: LayerFacts, rows: int, arch: str) -> int:

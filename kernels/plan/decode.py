@@ -71,7 +71,7 @@ class DecodeVariant(KernelVariant):
     @property
     def threads(self) -> int:
         """Of a block."""
-        return (STAGE_BLOCKS + 1) * 32 * self.teams
+        return 32 * ((STAGE_BLOCKS + 1) * self.teams + 1)
 
     @property
     def stage_bytes(self) -> int:
@@ -124,8 +124,12 @@ def choose_variant(facts: LayerFacts, *, rows: int, arch: str) -> DecodeVariant 
     """The variant for `rows` rows on an architecture, or None where another path runs them."""
     if rows > max_rows(facts):
         return None
-    tile = next(tile for tile, most in TOKEN_TILES.items() if rows <= most * facts.num_global_experts)
-    return variant(facts, token_tile=tile, arch=arch)
+    return variant(facts, token_tile=token_tile(facts, rows=rows), arch=arch)
+
+
+def token_tile(facts: LayerFacts, *, rows: int) -> int:
+    """The token tile for `rows` rows, by an expert's average share of them."""
+    return next(tile for tile, most in TOKEN_TILES.items() if rows <= most * facts.num_global_experts)
 
 
 def variants(facts: LayerFacts, arch: str) -> tuple[DecodeVariant, ...]:
@@ -159,9 +163,13 @@ def resources(token_tile: int, arch: str) -> dict[str, Any]:
 
 
 def first_sums_floats(facts: LayerFacts, *, rows: int, blocks: int) -> int:
-    """float32 of GEMM 1's sums: each (tile, strip) of 512 columns has at most blocks / units + 2 pieces."""
+    """float32 of split_sums: counts of tasks that are done, by tokens and groups of columns, and GEMM 1's sums.
+
+    Of those each (tile, strip) of 512 columns has at most blocks / units + 2 pieces.
+    """
     rows = min(rows, max_rows(facts))
-    return max(TOKEN_TILES) * 512 * blocks + 2 * rows * facts.w13.size_n if rows else 0
+    counts = rows * -(-facts.hidden_size // (64 * STAGE_BLOCKS)) + 4
+    return counts + max(TOKEN_TILES) * 512 * blocks + 2 * rows * facts.w13.size_n if rows else 0
 
 
 def slot_sums_bytes(facts: LayerFacts, *, rows: int, arch: str) -> int:

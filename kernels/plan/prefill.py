@@ -1,20 +1,20 @@
-"""The prefill path's plan: the variants of `cuda/prefill_gemm.cu` and their buffers. Integers only."""
+"""The prefill path's plan: what it runs, variants of `cuda/prefill_gemm.cu`, buffers. Integers only."""
 
+import functools
 import math
 from dataclasses import dataclass
 
 import torch
 
-from ..errors import WorkspaceError
-from . import cuda_moe
-from .buffers import WorkspacePlan
-from .problem import LayerFacts, MatrixFacts, MoEProblem
+from .buffers import Need
+from .problem import LayerFacts, MatrixFacts
 
 ARCHITECTURE = "sm_90a"
-MAX_ROWS = cuda_moe.MAX_ROWS
 MOST_EXPERTS = 1024  # the route kernel counts each in a thread
 STAGE_K = 64
 COLUMNS = 256  # of a tile, in two halves
+MOST_X_BYTES = 2**32 - 1  # of a pass: the kernels' offsets into x have 32 bits
+LAST_PIECE_BYTES = 112  # from a row's first byte to the last of the 16-byte pieces that its offsets point to
 SMEM_BYTES = 227 * 1024  # of a block that has a multiprocessor to itself
 RESERVED_BYTES = 1024  # of every block
 MOST_STAGES = 12
@@ -23,6 +23,7 @@ QUEUE_BYTES = 4 * (32 + 16)
 
 
 WEIGHT_COST = 24  # what a tile's weights cost, in tokens: copied, made into fragments
+SETTLED_SHARE = 4096  # more rows of an expert take the same tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +150,7 @@ class PrefillVariant:
 
 def choose_variant(facts: LayerFacts, *, rows: int) -> PrefillVariant:
     """The variant for `rows` rows, by an expert's average share of them."""
-    return variant(facts, tile=choose_tile(-(-rows // facts.num_global_experts)))
+    return variant(facts, tile=choose_tile(_share(facts, rows)))
 
 
 def choose_tile(share: int) -> TileShape:
@@ -157,9 +158,27 @@ def choose_tile(share: int) -> TileShape:
     return min(TILE_SHAPES, key=lambda tile: tile.cost(share))
 
 
-def variants(facts: LayerFacts) -> tuple[PrefillVariant, ...]:
-    """All that `choose_variant` can choose for a layer."""
-    return tuple(variant(facts, tile=tile) for tile in TILE_SHAPES)
+def variants(facts: LayerFacts, *, first: int = 1, last: int | None = None) -> tuple[PrefillVariant, ...]:
+    """All that `choose_variant` chooses for `first` .. `last` rows, of any number where None."""
+    least, most = _share(facts, first), None if last is None else _share(facts, last)
+    return tuple(variant(facts, tile=tile) for tile in tiles_between(least, most))
+
+
+def tiles_between(least: int, most: int | None) -> tuple[TileShape, ...]:
+    """The tiles of experts of `least` .. `most` rows, or of any number from `least` on; by width."""
+    shares = _tiles_of_shares()
+    chosen = set(shares[min(least, len(shares)) - 1 : most])
+    return tuple(tile for tile in TILE_SHAPES if tile in chosen)
+
+
+@functools.cache
+def _tiles_of_shares() -> tuple[TileShape, ...]:
+    """The tile of 1, 2, ... rows, up to where it no longer changes.
+
+    s rows cost at most 168 * (1 + (s + s**0.5) / 144) in the widest tile, and in any other at least
+    s + 24 * (s + s**0.5) / 104, which is more from s = 3600 on.
+    """
+    return tuple(choose_tile(share) for share in range(1, SETTLED_SHARE + 1))
 
 
 def variant(facts: LayerFacts, *, tile: TileShape) -> PrefillVariant:
@@ -168,6 +187,10 @@ def variant(facts: LayerFacts, *, tile: TileShape) -> PrefillVariant:
         first=_gemm(facts, facts.w13, second=False, tile=tile),
         second=_gemm(facts, facts.w2, second=True, tile=tile),
     )
+
+
+def _share(facts: LayerFacts, rows: int) -> int:
+    return -(-rows // facts.num_global_experts)
 
 
 def _gemm(facts: LayerFacts, matrix: MatrixFacts, *, second: bool, tile: TileShape) -> GemmVariant:
@@ -182,8 +205,8 @@ def _gemm(facts: LayerFacts, matrix: MatrixFacts, *, second: bool, tile: TileSha
     )
 
 
-def plan_workspace(facts: LayerFacts, *, rows: int) -> WorkspacePlan:
-    """The buffers of a layer for `rows` rows (at most 2**31 - 1 are planned).
+def buffers(facts: LayerFacts, *, rows: int) -> list[Need]:
+    """What the path needs for `rows` rows; a plan has them for all paths (`cuda_moe.plan_workspace`).
 
     buffer          dtype    shape        holds
     counters        int32    [4]          token tiles; the next work item of each GEMM
@@ -193,33 +216,33 @@ def plan_workspace(facts: LayerFacts, *, rows: int) -> WorkspacePlan:
     activations     x.dtype  [rows, Ip]
     w2_output       x.dtype  [rows, H]    by slot
     """
-    if rows < 1:
-        raise WorkspaceError(
-            f"workspace: expected at least one row, got {rows}. Give max_tokens and top_k from 1 on."
-        )
-    rows = min(rows, MAX_ROWS)
     tiles = min(rows, facts.num_experts + rows // TILE_SHAPES[0].rows)
-    return WorkspacePlan.lay_out(
-        f"prefill workspace of {facts}",
-        rows=rows,
-        buffers=(
-            ("counters", torch.int32, (4,)),
-            ("routed_rows", torch.int32, (rows, 2)),
-            ("slot_is_here", torch.int32, (rows,)),
-            ("token_tiles", torch.int32, (tiles, 8)),
-            ("activations", facts.scales_dtype, (rows, facts.padded_intermediate_size)),
-            ("w2_output", facts.scales_dtype, (rows, facts.hidden_size)),
-        ),
-    )
+    return [
+        ("counters", torch.int32, (4,)),
+        ("routed_rows", torch.int32, (rows, 2)),
+        ("slot_is_here", torch.int32, (rows,)),
+        ("token_tiles", torch.int32, (tiles, 8)),
+        ("activations", facts.scales_dtype, (rows, facts.padded_intermediate_size)),
+        ("w2_output", facts.scales_dtype, (rows, facts.hidden_size)),
+    ]
 
 
-def reason_against(problem: MoEProblem, arch: str) -> str | None:
-    """Why the prefill path does not run a problem on a device of an architecture, or None."""
-    facts = problem.layer
+def most_tokens(row_bytes: int) -> int:
+    """Tokens of a pass over an x whose rows lie `row_bytes` apart."""
+    return 1 + (MOST_X_BYTES - LAST_PIECE_BYTES) // max(1, row_bytes)
+
+
+def column_tiles(facts: LayerFacts) -> tuple[int, int]:
+    """Tiles of columns of GEMM 1, where a gate and its up share one, and of GEMM 2."""
+    return -(-facts.w13.size_n // COLUMNS), -(-facts.hidden_size // COLUMNS)
+
+
+def reason_against(facts: LayerFacts, arch: str) -> str | None:
+    """Why the path does not run a layer on a device of an architecture, or None."""
     if arch != ARCHITECTURE:
         return f"the device is {arch}, and wgmma is {ARCHITECTURE}'s"
     if facts.w13.sort_order:
         return "w13 has an act-order, and tokens are copied 16 bytes at a time"
     if facts.num_experts > MOST_EXPERTS:
         return f"the layer has {facts.num_experts} experts, and the route kernel counts {MOST_EXPERTS}"
-    return cuda_moe.reason_against(problem)
+    return None

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import WorkspaceError
-from .buffers import WorkspacePlan
+from .buffers import WorkspacePlan, planned_rows
 from .problem import LayerFacts, MoEProblem
-
-MAX_ROWS = 2**31 - 1  # row numbers are int32; more rows run in chunks
 
 
 def plan_workspace(facts: LayerFacts, *, rows: int) -> WorkspacePlan:
@@ -22,11 +20,7 @@ def plan_workspace(facts: LayerFacts, *, rows: int) -> WorkspacePlan:
     activations       float32  [rows, Ip]
     w2_output         float32  [rows, H]
     """
-    if rows < 1:
-        raise WorkspaceError(
-            f"workspace: expected at least one row, got {rows}. Give max_tokens and top_k from 1 on."
-        )
-    rows = min(rows, MAX_ROWS)
+    rows = planned_rows(rows)
     return WorkspacePlan.lay_out(
         f"reference workspace of {facts}",
         rows=rows,

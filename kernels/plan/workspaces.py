@@ -7,8 +7,6 @@ from . import cuda_moe, reference
 from .buffers import WorkspacePlan
 from .problem import LayerFacts
 
-MAX_ROWS = reference.MAX_ROWS
-
 
 def plan_workspace(backend: str, facts: LayerFacts, device: torch.device, *, rows: int) -> WorkspacePlan:
     """The buffers that a backend needs for `rows` rows of a layer on a device."""

@@ -23,8 +23,8 @@ def test_every_call_gets_new_zeros_for_its_rows() -> None:
         assert lease.plan.rows == 6
         assert lease.scratch.bytes.nbytes == lease.plan.nbytes
         start = lease.scratch.bytes.data_ptr()
-        offsets = [address - start for address in lease.addresses]
-        assert offsets == [buffer.offset_bytes for buffer in lease.plan.buffers]
+        offsets = {name: address - start for name, address in lease.addresses.items()}
+        assert offsets == {buffer.name: buffer.offset_bytes for buffer in lease.plan.buffers}
     assert workspace.nbytes == 0  # nothing stays with the layer
 
 

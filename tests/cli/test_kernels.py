@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from checkpoints import write_checkpoint
 from marlin_moe import Shard, load_layers, repack_checkpoint
 from marlin_moe.cli.main import main
-from marlin_moe.kernels.backends.cuda_moe import build_spec
+from marlin_moe.kernels.backends.cuda_moe import build_spec, build_specs
 from marlin_moe.kernels.errors import JitError, MarlinMoEError
 from marlin_moe.kernels.jit.build import CompileReport, obtain_cubin
 from marlin_moe.kernels.jit.spec import BuildSpec
@@ -69,7 +69,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[BuildSpec]:
 
 
 def moe_specs(specs: Iterable[BuildSpec]) -> set[BuildSpec]:
-    return {spec for spec in specs if spec.source.name in ("moe.cu", "decode.cu")}
+    sources = ("moe.cu", "decode.cu", "prefill_gemm.cu", "prefill_route.cu")
+    return {spec for spec in specs if spec.source.name in sources}
 
 
 @pytest.mark.parametrize(("tp", "ep"), SPLITS)
@@ -108,7 +109,7 @@ def test_a_packed_checkpoint_needs_what_its_source_needs(tmp_path: Path, compile
 
 def test_every_variant_that_a_rank_can_choose_is_built(tmp_path: Path, compiled: list[BuildSpec]) -> None:
     write_checkpoint(tmp_path, num_layers=3, down_bits=8, intermediate_size=128)
-    report = build_kernels(tmp_path, ["sm_80", "sm_90a", "sm_80"], tp=2, ep=2, max_tokens=40, top_k=2)
+    report = build_kernels(tmp_path, ["sm_80", "sm_90a", "sm_80"], tp=2, ep=2, max_tokens=400, top_k=2)
     assert (report.layers, report.archs, report.top_k) == (3, ("sm_80", "sm_90a"), 2)
     ranks = [
         LayerFacts.of(layer)
@@ -116,23 +117,27 @@ def test_every_variant_that_a_rank_can_choose_is_built(tmp_path: Path, compiled:
         for layer in load_layers(tmp_path, tp=Shard(rank, 2), ep=Shard(rank, 2)).values()
     ]
     wanted = {
-        build_spec(choose_variant(facts, rows=2 * tokens, arch=arch), arch)
+        spec
         for facts in ranks
-        for tokens in range(1, 41)
+        for tokens in range(1, 401)
         for arch in ("sm_80", "sm_90a")
+        for spec in build_specs(choose_variant(facts, rows=2 * tokens, arch=arch), arch)
     }
+    assert {spec.source.name for spec in wanted} == {"moe.cu", "prefill_gemm.cu", "prefill_route.cu"}
     assert moe_specs(compiled) == wanted
     assert len(compiled) == len(set(compiled)) == len(report.kernels)
 
 
 def test_fewer_rows_need_fewer_variants(tmp_path: Path, compiled: list[BuildSpec]) -> None:
     write_checkpoint(tmp_path, num_experts=4)
-    counts = []
-    for max_tokens in (1, 20, 8192):
-        compiled.clear()
-        build_kernels(tmp_path, ["sm_90a"], max_tokens=max_tokens, top_k=2)
-        counts.append(len(moe_specs(compiled)))
-    assert counts == [1, 2, 3]
+    counts: dict[str, list[int]] = {"sm_80": [], "sm_90a": []}
+    for arch, found in counts.items():
+        for max_tokens in (1, 20, 8192):
+            compiled.clear()
+            build_kernels(tmp_path, [arch], max_tokens=max_tokens, top_k=2)
+            found.append(len(moe_specs(compiled)))
+    assert counts["sm_80"] == [1, 2, 3]
+    assert counts["sm_90a"] == [1, 2, 3 + 1 + 2 * 3]  # the route's and two GEMMs of each tile
 
 
 def test_the_table_and_the_last_line(tmp_path: Path, compiled: list[BuildSpec]) -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from folders import golden
 from hf_checkpoints import Weights, weights_of, write_model
-from marlin_moe import MarlinMoEError, MarlinMoEWarning, load_layers
+from marlin_moe import MarlinMoEError, MarlinMoEWarning, load_layers, repack_checkpoint
 from marlin_moe.integrations.transformers import load_model
 
 GOLDEN = golden("qwen3moe-w4a16-asym-g128")
@@ -75,6 +76,28 @@ def test_save_is_refused_with_the_reason(model: Any, tmp_path: Path) -> None:
         model.state_dict()
 
 
+def test_its_config_says_what_it_is(model: Any) -> None:
+    found = json.loads(model.config.to_json_string())["quantization_config"]
+    assert found == {"quant_method": "marlin_moe", "version": 1}
+    assert model.config.name_or_path == str(GOLDEN)
+
+
+@pytest.mark.filterwarnings("ignore:.*not copied, because they are no part of the checkpoint")
+def test_from_pretrained_of_a_packed_directory_says_what_to_call(tmp_path: Path) -> None:
+    """Without experts it would be filled with random ones."""
+    from transformers import AutoModelForCausalLM
+
+    repack_checkpoint(GOLDEN, tmp_path / "packed")
+    with pytest.raises(MarlinMoEError, match=r"got a packed one.* Call .*load_model"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MarlinMoEError, match=r"pip install 'marlin-moe\[transformers\]'"):
+        load_model(GOLDEN)
+
+
 def test_a_copy_is_whole(model: Any) -> None:
     """Pickled or copied, the experts go along."""
     expected = model(PROMPT).logits
@@ -110,6 +133,16 @@ def test_what_the_model_has_no_place_for_is_named(tmp_path: Path) -> None:
         model = load_model(folder, dtype=torch.float32)
     assert len(model.model.layers) == 1
     assert model(PROMPT).logits.isfinite().all()
+
+
+def test_experts_where_the_model_has_none(tmp_path: Path) -> None:
+    folder = edited(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    moved = {name.replace(".mlp.experts.", ".moe.experts."): tensor for name, tensor in tensors.items()}
+    save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
+    expected = r"Qwen3MoeForCausalLM: expected experts modules where .*layers\.0\.moe\.experts"
+    with pytest.raises(MarlinMoEError, match=expected):
+        load_model(folder)
 
 
 def test_other_sizes_than_the_configs_are_an_error(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`reserve` compiles on a CUDA device what its layers can ask for, and only there."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -10,11 +11,15 @@ import torch
 from checkpoints import write_checkpoint
 from marlin_moe import reserve
 from marlin_moe.kernels import ahead, device, workspace
-from marlin_moe.kernels.backends import cuda_moe
+from marlin_moe.kernels.backends import cuda_moe, prefill
 from marlin_moe.kernels.errors import MarlinMoEError
+from marlin_moe.kernels.jit.spec import BuildSpec
 from marlin_moe.kernels.plan import cuda_moe as planner
 from marlin_moe.kernels.plan import decode
+from marlin_moe.kernels.plan.cuda_moe import Variant
+from marlin_moe.kernels.plan.prefill import PrefillVariant
 from marlin_moe.kernels.plan.problem import LayerFacts
+from marlin_moe.kernels.plan.variant import MoEVariant
 from marlin_moe.kernels.plan.workspaces import usual_backend
 from marlin_moe.kernels.workspace import Workspace
 from marlin_moe.repack import build_kernels as build_kernels_module
@@ -34,7 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(device, "has_compiler", lambda: True)
     monkeypatch.setattr(cuda_moe, "compile_all", lambda specs: calls.append(list(specs)))
-    monkeypatch.setattr(cuda_moe, "prepared", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(cuda_moe, "load_ahead", lambda *arguments: calls.append(arguments))
     return calls
 
 
@@ -42,15 +47,20 @@ def facts(**changes: Any) -> LayerFacts:
     return LayerFacts.of(random_layer(**changes))
 
 
+def specs_of(variants: Iterable[Variant], arch: str = "sm_90a") -> set[BuildSpec]:
+    return {spec for variant in variants for spec in cuda_moe.build_specs(variant, arch)}
+
+
 def test_equal_layers_are_compiled_once(asked: list[Any]) -> None:
     one, other = facts(num_experts=7), facts(num_experts=7, bits=8)
     ahead.compile_for([(one, 1), (other, 2**20), (one, 2**20)], CUDA)
     variants = {*planner.variants(one, "sm_90a"), *planner.variants(other, "sm_90a")}
-    compiled, *prepared = asked
-    assert len(compiled) == len(variants)
-    assert set(compiled) == {cuda_moe.build_spec(variant, "sm_90a") for variant in variants}
-    assert len(prepared) == len(variants)
-    assert set(prepared) == {(variant, 7, 1, CUDA) for variant in variants}
+    compiled, *loaded = asked
+    assert len(compiled) == len(set(compiled)), "a route kernel is shared"
+    assert set(compiled) == specs_of(variants)
+    assert {spec.source.name for spec in compiled} == {"moe.cu", "prefill_gemm.cu", "prefill_route.cu"}
+    assert len(loaded) == len(variants)
+    assert set(loaded) == {(variant, 7, CUDA) for variant in variants}
 
 
 def test_where_compiling_is_forbidden_the_cache_must_have_it(
@@ -59,7 +69,18 @@ def test_where_compiling_is_forbidden_the_cache_must_have_it(
     monkeypatch.setenv("MARLIN_MOE_JIT", "forbid")
     one = facts(num_experts=7)
     ahead.compile_for([(one, 2**20)], CUDA)
-    assert asked == [(variant, 7, 1, CUDA) for variant in planner.variants(one, "sm_90a")]
+    assert asked == [(variant, 7, CUDA) for variant in planner.variants(one, "sm_90a")]
+
+
+def test_every_variant_is_loaded_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Any] = []
+    for module in (cuda_moe, prefill):
+        monkeypatch.setattr(module, "prepared", lambda variant, *_: loaded.append(variant))
+    variants = planner.variants(facts(), "sm_90a")
+    assert {type(variant) for variant in variants} == {MoEVariant, PrefillVariant}
+    for variant in variants:
+        cuda_moe.load_ahead(variant, 5, CUDA)
+    assert tuple(loaded) == variants
 
 
 def test_a_switch_that_says_something_impossible_is_refused(
@@ -71,7 +92,7 @@ def test_a_switch_that_says_something_impossible_is_refused(
     assert asked == []
 
 
-@pytest.mark.parametrize("max_tokens", [1, 20, 8192])
+@pytest.mark.parametrize("max_tokens", [1, 20, 70, 300, 8192])
 @pytest.mark.parametrize("decode_path", [False, True])
 def test_what_build_makes_is_what_reserve_asks_for(
     tmp_path: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch, max_tokens: int, decode_path: bool
@@ -87,16 +108,16 @@ def test_what_build_makes_is_what_reserve_asks_for(
         build_kernels_module, "compile_all", lambda specs, must_store: asked.append(list(specs)) or []
     )
     build_kernels(tmp_path, ["sm_90a"], max_tokens=max_tokens, top_k=2)
-    made = {spec for spec in asked.pop() if spec.source.name in ("moe.cu", "decode.cu")}
+    sources = ("moe.cu", "decode.cu", "prefill_gemm.cu", "prefill_route.cu")
+    made = {spec for spec in asked.pop() if spec.source.name in sources}
     monkeypatch.setenv("MARLIN_MOE_JIT", "forbid")
     workspace = Workspace(rank, device=CUDA, max_tokens=max_tokens, top_k=2)
     workspace.reserve()
-    wanted = {cuda_moe.build_spec(variant, "sm_90a") for variant, *_ in asked}
-    assert wanted == made
+    assert specs_of(variant for variant, *_ in asked) == made
     choices = {
         planner.choose_variant(rank, rows=rows, arch="sm_90a") for rows in range(1, 2 * max_tokens + 1)
     }
-    assert wanted == {cuda_moe.build_spec(variant, "sm_90a") for variant in choices}
+    assert {variant for variant, *_ in asked} == choices
 
 
 def test_nothing_is_compiled_where_the_backend_does_not_run(

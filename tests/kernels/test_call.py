@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from marlin_moe import Activation
-from marlin_moe.kernels.backends.cuda_moe import as_it_lies, with_vector_rows
+from marlin_moe.kernels.backends.cuda_arguments import as_it_lies, with_vector_rows
 from marlin_moe.kernels.call import remembered
 from random_layer import random_layer
 

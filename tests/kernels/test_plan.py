@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from marlin_moe import MarlinMoEError, WorkspacePlan
+from marlin_moe.kernels.plan.buffers import MAX_ROWS, overlaid
 from marlin_moe.kernels.plan.problem import LayerFacts, MatrixFacts, MoEProblem
-from marlin_moe.kernels.plan.reference import MAX_ROWS, plan_moe, plan_workspace
+from marlin_moe.kernels.plan.reference import plan_moe, plan_workspace
 from random_layer import random_layer
 
 
@@ -121,6 +122,14 @@ def test_lay_out_of_other_buffers() -> None:
     )
     assert [(b.offset_bytes, b.nbytes) for b in plan.buffers] == [(0, 24), (256, 800)]
     assert plan.nbytes == 1280
+
+
+def test_buffers_of_one_name_are_one_as_large_as_the_largest() -> None:
+    one = [("a", torch.int32, (4,)), ("shared", torch.bfloat16, (3, 200))]
+    other = [("shared", torch.bfloat16, (7, 200)), ("b", torch.int32, (2,)), ("a", torch.int32, (3,))]
+    assert overlaid(one, other) == [one[0], other[0], other[1]]
+    assert overlaid(one) == one
+    assert overlaid() == []
 
 
 def test_no_rows() -> None:

@@ -6,20 +6,24 @@ from itertools import pairwise
 import pytest
 import torch
 
-from marlin_moe.kernels.backends.prefill import specs
-from marlin_moe.kernels.errors import WorkspaceError
+from marlin_moe.kernels.backends.cuda_moe import specs
+from marlin_moe.kernels.plan.paths import prefill_rows
 from marlin_moe.kernels.plan.prefill import (
     MOST_EXPERTS,
     RESERVED_BYTES,
+    SETTLED_SHARE,
     SMEM_BYTES,
     TILE_SHAPES,
+    buffers,
     choose_tile,
     choose_variant,
-    plan_workspace,
+    column_tiles,
+    most_tokens,
     reason_against,
+    tiles_between,
     variants,
 )
-from marlin_moe.kernels.plan.problem import LayerFacts, MatrixFacts, MoEProblem
+from marlin_moe.kernels.plan.problem import LayerFacts, MatrixFacts
 
 W13 = MatrixFacts(
     size_k=7168, size_n=4096, bits=4, num_groups=224, zero_points=False, sort_order=False, bias=False
@@ -30,7 +34,6 @@ W2 = MatrixFacts(
 FACTS = LayerFacts(
     num_experts=48, num_global_experts=384, gated=True, w13=W13, w2=W2, scales_dtype=torch.bfloat16
 )
-PROBLEM = MoEProblem(layer=FACTS, tokens=512, top_k=8, x_dtype=torch.bfloat16, device_type="cuda")
 
 
 def test_widths_are_octets_up_to_the_tile() -> None:
@@ -94,45 +97,70 @@ def test_no_share_costs_much_more_than_its_neighbour() -> None:
         assert cost <= following * 1.5, share
 
 
+def test_many_rows_of_an_expert_take_the_widest_tile() -> None:
+    shares = (*range(3600, SETTLED_SHARE + 1), *(round(SETTLED_SHARE * 1.001**i) for i in range(13_000)))
+    assert shares[-1] > 2**30
+    assert {choose_tile(share).rows for share in shares} == {144}
+
+
+@pytest.mark.parametrize(
+    ("least", "most"), [(1, 1), (1, 64), (33, 200), (120, 175), (60, 5000), (9000, 9001)]
+)
+def test_tiles_between_are_those_that_a_share_between_chooses(least: int, most: int) -> None:
+    chosen = {choose_tile(share) for share in range(least, most + 1)}
+    assert tiles_between(least, most) == tuple(tile for tile in TILE_SHAPES if tile in chosen)
+    assert set(tiles_between(least, None)) >= chosen | {TILE_SHAPES[-1]}
+
+
 def test_what_can_be_chosen_is_built_ahead() -> None:
-    built = {spec.label for spec in specs([FACTS])}
-    for rows in (1, 1000, 10_000, 100_000, 1_000_000):
-        found = choose_variant(FACTS, rows=rows)
-        assert {found.first.label, found.second.label, "prefill route bf16"} <= built
+    least = prefill_rows(FACTS, arch="sm_90a", after=0)
+    assert least == 64
+    for most in (63, 64, 1000, 20_000, 100_000, None):
+        built = {spec.label for spec in specs([(FACTS, most)], "sm_90a") if spec.label.startswith("prefill")}
+        wanted = set()
+        for rows in range(least, (10**6 if most is None else most) + 1, 97):
+            found = choose_variant(FACTS, rows=rows)
+            wanted |= {found.first.label, found.second.label, "prefill route bf16"}
+        assert built == wanted
     assert len(built) == 2 * len(TILE_SHAPES) + 1
 
 
 def test_buffers_hold_the_tiles_of_any_routing() -> None:
-    plan = plan_workspace(FACTS, rows=4096)
-    shapes = {buffer.name: buffer.shape for buffer in plan.buffers}
+    shapes = {name: shape for name, _, shape in buffers(FACTS, rows=4096)}
     assert shapes["token_tiles"] == (48 + 4096 // 32, 8)
     assert shapes["activations"] == (4096, 2048)
     assert shapes["w2_output"] == (4096, 7168)
-    with pytest.raises(WorkspaceError, match="at least one row, got 0"):
-        plan_workspace(FACTS, rows=0)
+
+
+def test_column_tiles_are_of_256_columns_or_of_as_many_gates_and_ups() -> None:
+    assert column_tiles(FACTS) == (16, 28)
+    assert column_tiles(replace(FACTS, gated=False, w13=replace(W13, size_n=2048))) == (8, 28)
+    narrow = replace(
+        FACTS, w13=replace(W13, size_n=2 * 192), w2=replace(W2, size_k=192), scales_dtype=torch.float16
+    )
+    assert column_tiles(narrow) == (2, 28)
+
+
+@pytest.mark.parametrize("row_bytes", [128, 14336, 2**20, 2**31, 2**32 - 16, 2**32, 2**40])
+def test_offsets_into_x_have_32_bits(row_bytes: int) -> None:
+    """The kernel's own: the last row's, and in it the last of eight pieces of 16 bytes."""
+    most = most_tokens(row_bytes)
+    assert most == 1 or (most - 1) * row_bytes + 7 * 16 < 2**32
+    assert most * row_bytes + 7 * 16 >= 2**32
+    assert most_tokens(0) > 2**31
 
 
 @pytest.mark.parametrize(
-    ("problem", "arch", "reason"),
+    ("facts", "arch", "reason"),
     [
-        (PROBLEM, "sm_90a", None),
-        (PROBLEM, "sm_100a", "the device is sm_100a, and wgmma is sm_90a's"),
-        (
-            replace(PROBLEM, layer=replace(FACTS, w13=replace(W13, sort_order=True))),
-            "sm_90a",
-            "w13 has an act-order",
-        ),
-        (
-            replace(PROBLEM, layer=replace(FACTS, num_experts=MOST_EXPERTS + 1)),
-            "sm_90a",
-            "the layer has 1025 experts",
-        ),
-        (replace(PROBLEM, x_dtype=torch.float16), "sm_90a", "the scales are bfloat16"),
-        (replace(PROBLEM, device_type="cpu"), "sm_90a", "the layer is on cpu"),
+        (FACTS, "sm_90a", None),
+        (FACTS, "sm_100a", "the device is sm_100a, and wgmma is sm_90a's"),
+        (replace(FACTS, w13=replace(W13, sort_order=True)), "sm_90a", "w13 has an act-order"),
+        (replace(FACTS, num_experts=MOST_EXPERTS + 1), "sm_90a", "the layer has 1025 experts"),
     ],
 )
-def test_what_it_does_not_run(problem: MoEProblem, arch: str, reason: str | None) -> None:
-    found = reason_against(problem, arch)
+def test_what_it_does_not_run(facts: LayerFacts, arch: str, reason: str | None) -> None:
+    found = reason_against(facts, arch)
     if reason is None:
         assert found is None
     else:

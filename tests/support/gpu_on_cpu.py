@@ -19,6 +19,7 @@ from marlin_moe import MarlinMoELayer
 from marlin_moe.kernels.backends.cuda_arguments import (
     KINDS,
     PARAMETERS,
+    SCRATCH,
     SLOTS_FP32,
     activation_numbers,
     flags_of,
@@ -88,6 +89,7 @@ class EmulatedKernel:
         rows = tokens * top_k
         plan = planner.plan_workspace(facts, rows=rows, blocks=planner.BLOCKS_PER_SM * blocks, arch=ARCH)
         scratch = torch.full((plan.nbytes + 2 * GUARD_BYTES,), POISON, dtype=torch.uint8)
+        offsets = {buffer.name: buffer.offset_bytes for buffer in plan.buffers}
         out = torch.full((tokens + 2, layer.hidden_size), float("nan"), dtype=call.x.dtype)
         expert_map = layer.expert_map
         activation = layer.activation if options.get("activation") is None else options["activation"]
@@ -109,7 +111,7 @@ class EmulatedKernel:
             *matrix_addresses(layer.w13),
             *matrix_addresses(layer.w2),
             out[1:].data_ptr(),
-            *(scratch.data_ptr() + GUARD_BYTES + buffer.offset_bytes for buffer in plan.buffers),
+            *(scratch.data_ptr() + GUARD_BYTES + offsets[name] for name in SCRATCH),
             x.stride(0),
             out.stride(0),
             tokens,

@@ -22,6 +22,7 @@ CASES = (
     MoECase(**SMALL, tokens=120, dtype=torch.float16, bits=8, symmetric=False, group_size=None, view="odd"),
     MoECase(**SMALL, tokens=17, act_order=True, biased=True, activation="relu2", padding=32, view="gaps"),
     MoECase(num_experts=3, hidden_size=192, padded_intermediate_size=192, tokens=9, w2_bits=8, routing="one"),
+    MoECase(**(SMALL | {"top_k": 1}), tokens=190, routing="holes", max_tokens=150, symmetric=False),
 )
 
 

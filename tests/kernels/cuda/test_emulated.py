@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -95,7 +96,9 @@ def test_all_slots_elsewhere_give_zeros(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [
-        ("decode.cu", "  grid.sync();\n  second_gemm", "  second_gemm"),
+        ("decode.cu", "  grid.barrier_wait(static_cast<decltype(arrival)&&>(arrival));\n", ""),
+        ("decode.cu", "  block.totals.clear();\n", ""),
+        ("decode_total.cuh", "needed = rows_of(token) * work.parts", "needed = rows_of(token)"),
         (
             "decode.cu",
             "      chunk.put(block.tokens(buffer));\n      sync_consumers();",
@@ -103,14 +106,27 @@ def test_all_slots_elsewhere_give_zeros(folder: Path) -> None:
         ),
         ("decode_producer.cuh", "    wait_for(full + at(), round() & 1);\n", ""),
         ("decode_producer.cuh", "    wait_for(empty + at(), (round() & 1) ^ 1);\n", ""),
-        ("decode_work.cuh", "min(gridDim.x, work.granules)", "gridDim.x"),
+        ("decode_work.cuh", "owners = min(most_owners, numbers)", "owners = most_owners"),
     ],
-    ids=["grid barrier", "chunk of tokens", "full stage", "empty stage", "empty pieces"],
+    ids=[
+        "grid barrier",
+        "counts of tasks",
+        "parts of K",
+        "chunk of tokens",
+        "full stage",
+        "empty stage",
+        "empty pieces",
+    ],
 )
 def test_what_it_would_see(file: str, old: str, new: str, folder: Path) -> None:
     """A kernel without one of its barriers, or with pieces that no block computes, is found out."""
     case = MoECase(
-        tokens=2, num_experts=2, top_k=1, hidden_size=1024, padded_intermediate_size=64, routing="one"
+        tokens=2,
+        num_experts=2,
+        top_k=1,
+        hidden_size=4096 if "chunk" in old else 1024,  # many chunks; fewer slots than blocks
+        padded_intermediate_size=256,
+        routing="one",
     )
     made = make_layer(case)
     call = make_call(case, made.layer)
@@ -120,7 +136,7 @@ def test_what_it_would_see(file: str, old: str, new: str, folder: Path) -> None:
     broken = EmulatedKernel.compile(variant, folder, edit=(file, old, new))
 
     def run_broken() -> None:
-        for blocks, seed in ((3, 0), (19, 0), (3, 1), (3, 2), (19, 1)):
+        for blocks, seed in itertools.product((3, 19), range(8)):
             check(case, call, broken.run(made.layer, call, blocks=blocks, seed=seed), want)
 
     with pytest.raises(AssertionError):

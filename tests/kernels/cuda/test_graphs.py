@@ -8,16 +8,21 @@ import torch
 from child import in_child
 from moe_cases import DenseMoE, MoECase, check, make_call, make_layer
 
-CASE = MoECase(tokens=9, num_experts=16, hidden_size=256, padded_intermediate_size=128, top_k=4)
+CASE = MoECase(num_experts=16, hidden_size=256, padded_intermediate_size=128, top_k=4)
 
 pytestmark = pytest.mark.gpu
 
+few_and_many_rows = pytest.mark.parametrize("tokens", [9, 90])
+"""On Hopper they take different paths."""
 
+
+@few_and_many_rows
 @in_child(timeout_s=120)
-def test_captured_as_the_first_thing_that_the_process_does() -> None:
+def test_captured_as_the_first_thing_that_the_process_does(tokens: int) -> None:
     """No call before, on no stream: compiling, loading and scratch all happen inside the capture."""
-    made = make_layer(CASE, "cuda")
-    call = make_call(CASE, made.layer)
+    case = replace(CASE, tokens=tokens)
+    made = make_layer(case, "cuda")
+    call = make_call(case, made.layer)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = call.run(made.layer)
@@ -26,39 +31,43 @@ def test_captured_as_the_first_thing_that_the_process_does() -> None:
         out.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()
-        check(CASE, call, out, exact(call))
+        check(case, call, out, exact(call))
     assert made.layer.workspace is not None
     assert made.layer.workspace.nbytes == 0  # a capture holds nothing when it is over
     assert torch.equal(call.run(made.layer), out)
 
 
+@few_and_many_rows
 @in_child(timeout_s=120)
-def test_new_tokens_in_the_captured_tensors() -> None:
-    made = make_layer(CASE, "cuda")
-    call, exact = make_call(CASE, made.layer), DenseMoE(made)
+def test_new_tokens_in_the_captured_tensors(tokens: int) -> None:
+    case = replace(CASE, tokens=tokens)
+    made = make_layer(case, "cuda")
+    call, exact = make_call(case, made.layer), DenseMoE(made)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = call.run(made.layer)
     for seed in range(1, 6):
-        other = make_call(replace(CASE, seed=seed, routing="holes"), made.layer)
+        other = make_call(replace(case, seed=seed, routing="holes"), made.layer)
         for mine, theirs in ((call.x, other.x), (call.weights, other.weights), (call.ids, other.ids)):
             mine.copy_(theirs)
         graph.replay()
-        check(CASE, call, out, exact(other))
+        check(case, call, out, exact(other))
 
 
+@few_and_many_rows
 @in_child(timeout_s=180)
-def test_two_graphs_replayed_at_once() -> None:
-    made = make_layer(CASE, "cuda")
-    call, exact = make_call(CASE, made.layer), DenseMoE(made)
+def test_two_graphs_replayed_at_once(tokens: int) -> None:
+    case = replace(CASE, tokens=tokens)
+    made = make_layer(case, "cuda")
+    call, exact = make_call(case, made.layer), DenseMoE(made)
     graphs, outs, wants, wrong = [], [], [], []
-    for tokens in (9, 4):
-        part = call.first(tokens)
+    for size in (tokens, tokens // 2):
+        part = call.first(size)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             outs.append(part.run(made.layer))
         graph.replay()
-        check(CASE, part, outs[-1], exact(part))
+        check(case, part, outs[-1], exact(part))
         graphs.append(graph)
         wants.append(outs[-1].clone())
         wrong.append(torch.zeros((), dtype=torch.int64, device="cuda"))
@@ -74,10 +83,12 @@ def test_two_graphs_replayed_at_once() -> None:
     assert [int(count) for count in wrong] == [0, 0]
 
 
+@few_and_many_rows
 @in_child(timeout_s=180)
-def test_a_graph_and_eager_calls_at_once() -> None:
-    made = make_layer(CASE, "cuda")
-    call = make_call(CASE, made.layer)
+def test_a_graph_and_eager_calls_at_once(tokens: int) -> None:
+    case = replace(CASE, tokens=tokens)
+    made = make_layer(case, "cuda")
+    call = make_call(case, made.layer)
     want = call.run(made.layer)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -94,11 +105,13 @@ def test_a_graph_and_eager_calls_at_once() -> None:
     assert wrong.tolist() == [0, 0]
 
 
+@few_and_many_rows
 @in_child(timeout_s=120)
-def test_new_weights_between_replays() -> None:
-    made = make_layer(CASE, "cuda")
-    other = make_layer(replace(CASE, seed=7), "cuda")
-    call = make_call(CASE, made.layer)
+def test_new_weights_between_replays(tokens: int) -> None:
+    case = replace(CASE, tokens=tokens)
+    made = make_layer(case, "cuda")
+    other = make_layer(replace(case, seed=7), "cuda")
+    call = make_call(case, made.layer)
     before, after = call.run(made.layer), call.run(other.layer)
     assert not torch.equal(before, after)
     addresses = [tensor.data_ptr() for _, tensor in made.layer.tensors()]
@@ -121,10 +134,12 @@ def test_new_weights_between_replays() -> None:
     assert made.layer.workspace.data_ptr() == scratch
 
 
+@few_and_many_rows
 @in_child(timeout_s=120)
-def test_a_replay_allocates_nothing_and_a_graph_leaves_nothing() -> None:
-    made = make_layer(CASE, "cuda")
-    call = make_call(CASE, made.layer)
+def test_a_replay_allocates_nothing_and_a_graph_leaves_nothing(tokens: int) -> None:
+    case = replace(CASE, tokens=tokens)
+    made = make_layer(case, "cuda")
+    call = make_call(case, made.layer)
     for _ in range(2):  # the first capture of a process makes what torch keeps for all of them
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -147,11 +162,13 @@ def test_a_replay_allocates_nothing_and_a_graph_leaves_nothing() -> None:
     assert torch.cuda.memory_allocated() == held
 
 
+@few_and_many_rows
 @in_child(timeout_s=180)
-def test_many_layers_in_one_graph_share_its_scratch() -> None:
+def test_many_layers_in_one_graph_share_its_scratch(tokens: int) -> None:
     """Scratch is given back to the pool after each call of the capture, so it does not add up."""
-    pieces = [make_layer(replace(CASE, seed=seed), "cuda") for seed in range(24)]
-    call = make_call(CASE, pieces[0].layer)
+    case = replace(CASE, tokens=tokens)
+    pieces = [make_layer(replace(case, seed=seed), "cuda") for seed in range(24)]
+    call = make_call(case, pieces[0].layer)
     wants = [call.run(made.layer) for made in pieces]
     assert pieces[0].layer.workspace is not None
     scratch = pieces[0].layer.workspace.captured("cuda", call.ids.numel()).plan.nbytes

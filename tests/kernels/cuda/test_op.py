@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from marlin_moe.kernels.backends.cuda_moe import build_spec
+from marlin_moe.kernels.backends.cuda_moe import build_specs
 from marlin_moe.kernels.device import architecture
 from marlin_moe.kernels.jit.build import compile_all
 from marlin_moe.kernels.plan.cuda_moe import choose_variant
@@ -68,7 +68,7 @@ def compile_for(place: Place, cases: Iterable[tuple[MoECase, tuple[int, ...]]]) 
         variants |= {
             choose_variant(facts, rows=max(1, tokens * case.top_k), arch=arch) for tokens in all_tokens
         }
-    compile_all(build_spec(variant, arch) for variant in variants)
+    compile_all(spec for variant in variants for spec in build_specs(variant, arch))
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from marlin_moe.kernels.arguments import MoEArguments
-from marlin_moe.kernels.backends import prefill
+from marlin_moe.kernels.backends.cuda_moe import run_variant
 from marlin_moe.kernels.backends.prefill import build_spec, route_spec
 from marlin_moe.kernels.device import architecture
 from marlin_moe.kernels.jit.build import compile_all
 from marlin_moe.kernels.plan import prefill as planner
+from marlin_moe.kernels.plan.buffers import WorkspacePlan
 from marlin_moe.kernels.plan.prefill import TILE_SHAPES, TileShape
 from marlin_moe.kernels.plan.problem import LayerFacts
 from marlin_moe.kernels.scratch import Lease, Scratch, StreamKey
@@ -71,10 +72,10 @@ MANY_ITEMS = MoECase(
 """More work items than blocks, so that rings go around within a block."""
 
 
-def run(case: MoECase, made: CaseLayer, call: MoECall) -> torch.Tensor:
-    """The path's answer, in scratch and a result that are all NaN before."""
-    facts = LayerFacts.of(made.layer)
-    plan = planner.plan_workspace(facts, rows=min(case.tokens, case.max_tokens) * case.top_k)
+def run(case: MoECase, made: CaseLayer, call: MoECall, tile: TileShape | None = None) -> torch.Tensor:
+    """The path's answer, in scratch and a result that are all NaN before, whatever the number of rows."""
+    facts, rows = LayerFacts.of(made.layer), min(case.tokens, case.max_tokens) * case.top_k
+    plan = WorkspacePlan.lay_out("prefill", rows=rows, buffers=planner.buffers(facts, rows=rows))
     scratch = torch.full((plan.nbytes,), 0xFF, dtype=torch.uint8, device=made.layer.device)
     lease = Lease.lay_over(Scratch(StreamKey.current(made.layer.device), scratch), plan)
     out = torch.full_like(call.x, float("nan"), memory_format=torch.contiguous_format)
@@ -87,16 +88,16 @@ def run(case: MoECase, made: CaseLayer, call: MoECall) -> torch.Tensor:
         out=None,
         **call.options,
     )
-    prefill.run(arguments, out, lease)
+    found = planner.choose_variant(facts, rows=rows) if tile is None else planner.variant(facts, tile=tile)
+    run_variant(found, arguments, out, lease, rows=rows)
     torch.cuda.synchronize()
     return out
 
 
-def answers(item: Tiled, monkeypatch: pytest.MonkeyPatch) -> tuple[MoECall, CaseLayer, torch.Tensor]:
-    monkeypatch.setattr(planner, "choose_tile", lambda share: item.tile)
+def answers(item: Tiled) -> tuple[MoECall, CaseLayer, torch.Tensor]:
     made = make_layer(item.case, "cuda:0")
     call = make_call(item.case, made.layer)
-    return call, made, run(item.case, made, call)
+    return call, made, run(item.case, made, call, item.tile)
 
 
 @pytest.fixture(scope="module")
@@ -114,19 +115,18 @@ def compiled() -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("item", PAIRS, ids=[f"pairs-{item.case.seed}" for item in PAIRS])
-def test_everything_pairwise(item: Tiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, made, got = answers(item, monkeypatch)
+def test_everything_pairwise(item: Tiled) -> None:
+    call, made, got = answers(item)
     check(item.case, call, got, DenseMoE(made)(call))
-    assert torch.equal(got, run(item.case, made, call)), f"other bits the second time: {item}"
+    again = run(item.case, made, call, item.tile)
+    assert torch.equal(got, again), f"other bits the second time: {item}"
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("compiled")
-def test_the_same_bits_whatever_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [
-        answers(Tiled(tile=tile, case=MANY_ITEMS), monkeypatch)[2] for tile in TILE_SHAPES for _ in range(3)
-    ]
-    call, made, _ = answers(Tiled(tile=TILE_SHAPES[0], case=MANY_ITEMS), monkeypatch)
+def test_the_same_bits_whatever_the_tile() -> None:
+    found = [answers(Tiled(tile=tile, case=MANY_ITEMS))[2] for tile in TILE_SHAPES for _ in range(3)]
+    call, made, _ = answers(Tiled(tile=TILE_SHAPES[0], case=MANY_ITEMS))
     check(MANY_ITEMS, call, found[0], DenseMoE(made)(call))
     assert all(torch.equal(found[0], other) for other in found[1:])
 
@@ -134,7 +134,7 @@ def test_the_same_bits_whatever_the_tile(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.gpu
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("exponent", [-86, -40, 20, 26])
-def test_scales_of_any_size_that_bf16_sums_can_hold(exponent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_of_any_size_that_bf16_sums_can_hold(exponent: int) -> None:
     """bf16 fragments are scaled by 2^-32: from 2^-90 to 2^26 a scale loses nothing by that."""
     case = MoECase(num_experts=5, hidden_size=256, padded_intermediate_size=192, top_k=3, tokens=37)
     made = make_layer(case, "cuda:0")

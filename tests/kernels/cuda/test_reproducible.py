@@ -10,6 +10,17 @@ CASES = {
     "decode": MoECase(tokens=3, num_experts=8, hidden_size=256, padded_intermediate_size=128),
     "prefill": MoECase(tokens=300, num_experts=8, hidden_size=256, padded_intermediate_size=128, top_k=2),
     "chunks": MoECase(tokens=50, num_experts=5, hidden_size=192, padded_intermediate_size=64, max_tokens=16),
+    "large chunks": MoECase(
+        tokens=200,
+        num_experts=5,
+        hidden_size=192,
+        padded_intermediate_size=64,
+        max_tokens=90,
+        routing="holes",
+    ),
+    "one slot": MoECase(
+        tokens=300, num_experts=8, hidden_size=256, padded_intermediate_size=128, top_k=1, expert_map="ranks"
+    ),
     "all of it": MoECase(
         tokens=37,
         num_experts=5,
@@ -59,7 +70,7 @@ def test_poisoned_scratch_is_never_read(place: Place, name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["decode", "prefill"])
+@pytest.mark.parametrize("name", ["decode", "prefill", "one slot"])
 def test_poisoned_scratch_of_a_graph_is_never_read(name: str) -> None:
     """The graph itself poisons the memory that its pool then gives to the op."""
     case = CASES[name]

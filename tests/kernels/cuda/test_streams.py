@@ -9,7 +9,7 @@ from child import in_child
 from moe_cases import DenseMoE, MoECall, MoECase, check, make_call, make_layer
 
 CALLS = 10_000
-CASE = MoECase(tokens=9, num_experts=16, hidden_size=256, padded_intermediate_size=128, top_k=4)
+CASE = MoECase(tokens=90, num_experts=16, hidden_size=256, padded_intermediate_size=128, top_k=4)
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 class Checked:
     """Calls of one layer with known answers; `wrong` counts, on the GPU, those that came out otherwise."""
 
-    def __init__(self, sizes: tuple[int, ...] = (9, 1, 4, 7)) -> None:
+    def __init__(self, sizes: tuple[int, ...] = (9, 1, 90, 7)) -> None:
         made = make_layer(CASE, "cuda")
         self.layer = made.layer
         whole, exact = make_call(CASE, made.layer), DenseMoE(made)

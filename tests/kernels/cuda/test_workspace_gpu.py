@@ -9,14 +9,15 @@ import torch
 
 from child import in_child
 from marlin_moe import MarlinMoEError, MarlinMoELayer, reserve
-from marlin_moe.kernels.backends import cuda_moe
+from marlin_moe.kernels.backends import cuda_moe, prefill
 from marlin_moe.kernels.device import architecture
 from marlin_moe.kernels.jit import load as load_module
+from marlin_moe.kernels.plan.prefill import PrefillVariant
 from moe_cases import DenseMoE, MoECase, check, large_layer, make_call, make_layer
 
 CASE = MoECase(tokens=9, num_experts=16, hidden_size=256, padded_intermediate_size=128, top_k=4)
 COUNTERS = ("allocation.all.allocated", "num_device_alloc", "num_device_free", "num_alloc_retries")
-TORCH_ROUNDS_TO = 512  # bytes of an allocation
+TORCH_LEAVES = 2 << 20  # bytes at most that an allocation has more than was asked for
 CYCLES = 100_000_000  # of the GPU's clock: some 50 ms
 
 pytestmark = pytest.mark.gpu
@@ -161,7 +162,9 @@ def test_reserve_of_one_layer_compiles_its_variants() -> None:
     planned = cuda_moe.planner.possible_variants(
         made.layer.workspace.facts, 256 * 4, architecture(made.layer.device)
     )
-    assert cuda_moe._launch.cache_info().currsize == len(planned) > 0
+    of_prefill = sum(isinstance(variant, PrefillVariant) for variant in planned)
+    assert prefill.prepared.cache_info().currsize == of_prefill
+    assert cuda_moe._launch.cache_info().currsize == len(planned) - of_prefill > 0
 
 
 def test_reset_clears_and_moves_nothing() -> None:
@@ -243,4 +246,4 @@ def test_the_plan_is_what_is_allocated() -> None:
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
     assert workspace.reserve() == planned
-    assert torch.cuda.memory_allocated() - held == -(-planned // TORCH_ROUNDS_TO) * TORCH_ROUNDS_TO
+    assert planned <= torch.cuda.memory_allocated() - held <= planned + TORCH_LEAVES

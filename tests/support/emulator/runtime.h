@@ -87,6 +87,7 @@ struct Block {
   std::vector<std::function<void()>> copies;
   GridBarrier* others;
   char* shared;
+  bool early;  // whether it meets other blocks as soon as it may
   std::mt19937 random;
   ucontext_t scheduler;
 };
@@ -191,6 +192,7 @@ inline Outcome run_grid(unsigned grid, unsigned threads, size_t shared_bytes, un
       memset(aligned, 0xff, shared_bytes + GUARD);
       mine.index = {b}, mine.size = {threads}, mine.grid = {grid}, mine.others = &others, mine.shared = aligned;
       mine.random.seed(seed * 1000 + b);
+      mine.early = mine.random() & 1;
       mine.warps.resize(threads / 32);
       mine.fibers.resize(threads);
       block = &mine;
@@ -254,9 +256,10 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   for (int i = 0; i < 4; ++i) out |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
   return out;
 }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float __uint_as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }
 template <class V>
 V __ldg(const V* p) { return *p; }
 template <class V>
 V __ldcg(const V* p) { return *p; }
-inline int atomicAdd(int* p, int v) { int old = *p; *p += v; return old; }
+inline int atomicAdd(int* p, int v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }

@@ -2,5 +2,7 @@
 #pragma once
 #include "runtime.h"
 
-template <int ID, int THREADS>
-inline void sync_threads_of() { emulator::meet(emulator::block->barriers[ID], THREADS); }
+template <int THREADS>
+inline void sync_threads_of(int id) { emulator::meet(emulator::block->barriers[id], THREADS); }
+
+inline void fence_device() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }

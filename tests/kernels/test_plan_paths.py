@@ -1,0 +1,217 @@
+"""The choice between decode, general and prefill: one range of rows each, and where the borders are."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from marlin_moe.kernels.plan import cuda_moe, decode, prefill
+from marlin_moe.kernels.plan.decode import DecodeVariant
+from marlin_moe.kernels.plan.estimate import active_experts, decode_ns, prefill_ns
+from marlin_moe.kernels.plan.paths import LEAST_ITEMS, Path, choose_path, row_ranges
+from marlin_moe.kernels.plan.prefill import PrefillVariant
+from marlin_moe.kernels.plan.problem import LayerFacts, MatrixFacts
+from marlin_moe.kernels.plan.variant import MoEVariant
+
+OF_PATH = {Path.DECODE: DecodeVariant, Path.GENERAL: MoEVariant, Path.PREFILL: PrefillVariant}
+MOST = 9000
+
+
+def layer(
+    num_experts: int, num_global_experts: int, hidden: int, intermediate: int, group: int
+) -> LayerFacts:
+    def matrix(size_k: int, size_n: int) -> MatrixFacts:
+        return MatrixFacts(
+            size_k=size_k,
+            size_n=size_n,
+            bits=4,
+            num_groups=size_k // group,
+            zero_points=False,
+            sort_order=False,
+            bias=False,
+        )
+
+    return LayerFacts(
+        num_experts=num_experts,
+        num_global_experts=num_global_experts,
+        gated=True,
+        w13=matrix(hidden, 2 * intermediate),
+        w2=matrix(intermediate, hidden),
+        scales_dtype=torch.bfloat16,
+    )
+
+
+LAYERS = {
+    "kimi tp8": layer(384, 384, 7168, 256, 32),
+    "kimi ep8": layer(48, 384, 7168, 2048, 32),
+    "qwen3": layer(128, 128, 2048, 768, 128),
+    "mixtral": layer(8, 8, 4096, 14336, 128),
+    "deepseek tp8": layer(256, 256, 7168, 256, 128),
+    "tiny": layer(3, 3, 128, 64, 32),
+    "one expert": layer(1, 1, 128, 64, 32),
+    "one expert of many": layer(1, 40, 64, 64, 32),
+    "wide": layer(2, 2, 2**16, 2**15, 128),
+    "many experts": layer(1500, 1500, 256, 64, 32),
+}
+LAYERS["act-order"] = replace(LAYERS["tiny"], w13=replace(LAYERS["tiny"].w13, sort_order=True))
+ARCHS = ("sm_80", "sm_90a", "sm_100a")
+ALL = pytest.mark.parametrize(
+    ("facts", "arch", "on"),
+    [
+        pytest.param(facts, arch, on, id=f"{name} {arch}{' with decode' * on}")
+        for name, facts in LAYERS.items()
+        for arch in ARCHS
+        for on in (False, True)
+    ],
+)
+
+
+@ALL
+def test_each_path_has_one_range_of_rows(
+    facts: LayerFacts, arch: str, on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "ON", on)
+    chosen = [choose_path(facts, rows=rows, arch=arch) for rows in range(1, MOST)]
+    met = [path for path, _ in itertools.groupby(chosen)]
+    assert met == [path for path in Path if path in met], "in this order, each once"
+    ranges = row_ranges(facts, arch=arch)
+    assert [part.path for part in ranges] == met
+    assert ranges[0].first == 1
+    assert ranges[-1].last is None
+    for part, following in itertools.pairwise(ranges):
+        assert part.last == following.first - 1
+        assert chosen[part.last - 1] is part.path
+        assert chosen[part.last] is following.path
+    assert choose_path(facts, rows=2**40, arch=arch) is met[-1]
+
+
+@ALL
+def test_a_path_is_chosen_where_it_runs(
+    facts: LayerFacts, arch: str, on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "ON", on)
+    for part in row_ranges(facts, arch=arch):
+        if part.path is Path.DECODE:
+            assert part.last is not None
+            assert part.last <= decode.max_rows(facts)
+        if part.path is Path.PREFILL:
+            assert prefill.reason_against(facts, arch) is None
+
+
+@ALL
+def test_up_to_some_rows_the_ranges_end_there(
+    facts: LayerFacts, arch: str, on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "ON", on)
+    for most in (1, 7, 63, 64, 65, 128, 200, 2048, 2049, 10**6):
+        ranges = row_ranges(facts, arch=arch, most=most)
+        assert ranges[-1].last == most
+        assert all(part.last is not None and part.first <= part.last for part in ranges)
+        for rows in {1, max(1, most // 2), most}:
+            (holding,) = (part.path for part in ranges if part.holds(rows))
+            assert holding is choose_path(facts, rows=rows, arch=arch)
+
+
+@ALL
+def test_what_can_be_chosen_is_what_is_chosen(
+    facts: LayerFacts, arch: str, on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "ON", on)
+    chosen = [cuda_moe.choose_variant(facts, rows=rows, arch=arch) for rows in range(1, 2500)]
+    for rows, variant in enumerate(chosen, start=1):
+        assert isinstance(variant, OF_PATH[choose_path(facts, rows=rows, arch=arch)])
+    for most in (1, 40, 64, 200, 1000, 2100, 2499):
+        possible = cuda_moe.possible_variants(facts, most, arch)
+        assert len(possible) == len(set(possible))
+        assert set(possible) == set(chosen[:most])
+    assert set(cuda_moe.variants(facts, arch)) >= set(chosen)
+
+
+@ALL
+def test_one_plan_has_the_buffers_of_every_path(
+    facts: LayerFacts, arch: str, on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "ON", on)
+    for most in (1, 64, 200, 5000):
+        plan = cuda_moe.plan_workspace(facts, rows=most, blocks=264, arch=arch)
+        have = {buffer.name: (buffer.dtype, buffer.nbytes) for buffer in plan.buffers}
+        assert len(have) == len(plan.buffers)
+        paths = {part.path for part in row_ranges(facts, arch=arch, most=most)}
+        assert ("routed_rows" in have) == (Path.PREFILL in paths), "no more than can be used"
+        for rows in {1, most // 2 or 1, most}:
+            if choose_path(facts, rows=rows, arch=arch) is Path.PREFILL:
+                for name, dtype, shape in prefill.buffers(facts, rows=rows):
+                    assert have[name][0] is dtype
+                    assert have[name][1] >= dtype.itemsize * torch.Size(shape).numel(), name
+
+
+def test_the_plan_is_printed_with_all_of_it() -> None:
+    text = str(cuda_moe.plan_workspace(LAYERS["qwen3"], rows=4096, blocks=264, arch="sm_90a"))
+    names = [line.split()[0] for line in text.splitlines()[2:]]
+    assert names == [
+        *("tile_count", "sorted_slots", "slot_is_here", "tile_expert", "tile_row", "tile_rows"),
+        *("activations", "w2_output", "split_sums", "counters", "routed_rows", "token_tiles"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [("kimi tp8", 64), ("kimi ep8", 64), ("deepseek tp8", 64), ("qwen3", 22), ("mixtral", 8), ("tiny", 128)],
+)
+def test_without_decode_prefill_begins_where_the_device_is_full(name: str, first: int) -> None:
+    facts = LAYERS[name]
+    *_, last = row_ranges(facts, arch="sm_90a")
+    assert (last.path, last.first) == (Path.PREFILL, first)
+    per_row = min(prefill.column_tiles(facts)) * facts.num_experts / facts.num_global_experts
+    assert per_row * first >= LEAST_ITEMS > per_row * (first - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "last"), [("kimi tp8", 2048), ("kimi ep8", 2048), ("qwen3", 2048), ("mixtral", 216)]
+)
+def test_decode_ends_where_it_must_or_where_prefill_is_faster(
+    name: str, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "ON", True)
+    facts = LAYERS[name]
+    first, *_ = row_ranges(facts, arch="sm_90a")
+    assert (first.path, first.last) == (Path.DECODE, last)
+    assert row_ranges(facts, arch="sm_89")[0].last == decode.max_rows(facts)
+    if last < decode.max_rows(facts):
+        assert decode_ns(facts, rows=last) <= prefill_ns(facts, rows=last)
+        assert decode_ns(facts, rows=last + 1) > prefill_ns(facts, rows=last + 1)
+
+
+MEASURED_US: dict[Any, dict[str, dict[int, float]]] = {
+    decode_ns: {
+        "kimi tp8": {1: 19.6, 2: 27.8, 4: 40, 8: 64, 16: 100, 32: 167, 64: 240, 128: 314},
+        "qwen3": {1: 18.5, 2: 22.0, 4: 32.1, 8: 47.7, 32: 88.4},
+        "kimi ep8": {1: 22.6, 8: 65.2},
+    },
+    prefill_ns: {
+        "kimi tp8": {256: 382, 512: 406, 1024: 464, 2048: 627, 4096: 910, 8192: 1743},
+        "qwen3": {256: 133, 512: 163, 1024: 211, 2048: 316, 4096: 543, 8192: 1043},
+        "kimi ep8": {256: 346, 512: 362, 1024: 400, 2048: 476, 4096: 658, 8192: 1203},
+    },
+}
+"""By M, top-8, on an H200: benchmarks/notes.md."""
+
+
+@pytest.mark.parametrize("estimate", MEASURED_US, ids=lambda estimate: estimate.__name__)
+def test_estimates_are_near_what_was_measured(estimate: Any) -> None:
+    off = {
+        (name, tokens): estimate(LAYERS[name], rows=8 * tokens) / 1000 / us
+        for name, measured in MEASURED_US[estimate].items()
+        for tokens, us in measured.items()
+    }
+    assert all(1 / 1.15 < ratio < 1.15 for ratio in off.values()), off
+
+
+def test_active_experts_are_those_that_some_row_reaches() -> None:
+    made = torch.Generator().manual_seed(0)
+    for rows in (1, 8, 64, 300, 2048):
+        ids = torch.randint(384, (200, rows), generator=made)
+        here = torch.stack([(row[row < 48].unique().numel() * torch.ones(())) for row in ids]).mean()
+        assert abs(active_experts(LAYERS["kimi ep8"], rows=rows) - max(1.0, here.item())) < 1
