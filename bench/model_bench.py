@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..integrations.model_source import ModelSource
-from ..integrations.transformers import load_model
+from ..integrations.transformers import load_model, require_transformers
 from ..kernels.errors import MarlinMoEError
 from ..repack.model_path import model_path
 from .model_results import ModelResults, ModelRun
@@ -54,7 +54,12 @@ class ModelProtocol:
 def checkpoint_of(
     path: Path | str | None, shape: str, layers: int | None, folder: Path | None
 ) -> Iterator[Path]:
-    """The checkpoint at `path`, or one with random weights, which is removed afterwards."""
+    """The checkpoint at `path`, or one with random weights, which is removed afterwards.
+
+    Raises:
+        MarlinMoEError: no transformers; no room for random weights; no such model.
+    """
+    require_transformers()
     if path is not None:
         yield model_path(path)
         return
@@ -65,9 +70,14 @@ def checkpoint_of(
 
 
 def measure_model(
-    path: Path, *, device: torch.device, dtype: torch.dtype | None, protocol: ModelProtocol
+    path: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    protocol: ModelProtocol,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> ModelResults:
-    """Load the model of a checkpoint once, and measure every variant of it.
+    """Load the model of a checkpoint once, and measure every variant of it; `tell` hears what is done next.
 
     Raises:
         MarlinMoEError: as `load_model`. What one variant cannot do is noted in its run instead.
@@ -76,10 +86,12 @@ def measure_model(
         packed_bytes = sum(entry.nbytes for entry in source.checkpoint.tensors.values())
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    tell(f"loading {path}")
     model = load_model(path, device=device, dtype=dtype, max_tokens=protocol.max_tokens)
     runs: list[ModelRun] = []
     first: dict[int, torch.Tensor] = {}
     for name in [variant for variant in VARIANTS if variant in protocol.variants]:
+        tell(f"measuring {name}")
         run = ModelRun(variant=name)
         runs.append(run)
         reason = put_variant(model, name)

@@ -135,6 +135,7 @@ def model(
             device=device,
             dtype=None if dtype is None else getattr(torch, dtype),
             protocol=protocol,
+            tell=lambda line: click.echo(line, err=True),
         )
     if output is not None:
         results.write(output)

@@ -54,11 +54,12 @@ class ModelSource:
         return found[0] if found else {}
 
     def plain_config(self) -> dict[str, Any]:
-        """The source's config without its quantization: that of the model that the rest is loaded into."""
-        config = {key: value for key, value in self.config.items() if key not in QUANTIZATION_KEYS}
+        """The source's config without its quantization, and without code of its own (`auto_map`)."""
+        left_out = {*QUANTIZATION_KEYS, "auto_map"}
+        config = {key: value for key, value in self.config.items() if key not in left_out}
         if isinstance(config.get("text_config"), dict):
             text = config["text_config"]
-            config["text_config"] = {k: v for k, v in text.items() if k not in QUANTIZATION_KEYS}
+            config["text_config"] = {k: v for k, v in text.items() if k not in left_out}
         return config
 
     def rest(self, device: torch.device) -> "dict[str, RestTensor]":

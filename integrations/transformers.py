@@ -54,7 +54,7 @@ def load_model(
             experts that the op cannot stand for.
         MarlinMoEError: as `load_layers`.
     """
-    _require_transformers()
+    require_transformers()
     target = usable_device(device)
     with ModelSource(model_path(path)) as source:
         if not source.experts:
@@ -141,7 +141,8 @@ def expert_layers(model: torch.nn.Module) -> dict[str, MarlinMoELayer]:
     return {m.layer.recipe.module: m.layer for m in model.modules() if isinstance(m, MarlinExperts)}
 
 
-def _require_transformers() -> None:
+def require_transformers() -> None:
+    """Raise ModelError, which says how to install it, where transformers cannot be imported."""
     try:
         import transformers  # noqa: F401
     except ImportError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ def test_a_random_model_is_written_measured_and_removed(tmp_path: Path) -> None:
     result = invoke(*options, *SMALL, *files)
     assert result.exit_code == 0, result.output
     assert not list(folder.iterdir())
+    assert "measuring per-call\n" in result.stderr
     assert result.stdout.startswith("small: Qwen3MoeForCausalLM, 1 layers, ")
     content = json.loads((tmp_path / "r.json").read_text())
     assert [run["variant"] for run in content["runs"]] == [
@@ -53,6 +55,14 @@ def test_a_checkpoint_and_one_variant_as_json() -> None:
     (run,) = content["runs"]
     assert run["skipped"]["ttft 300"] == "more than 256 tokens"
     assert run["ttft_ms"].keys() == {"4"}
+
+
+def test_nothing_is_written_without_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = invoke("--shape", "small", "--folder", tmp_path, *SMALL)
+    assert result.exit_code == 1
+    assert "pip install 'marlin-moe[transformers]'" in result.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

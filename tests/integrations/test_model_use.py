@@ -175,7 +175,11 @@ def test_another_name_of_a_model_that_it_has(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", "deepseek_v3")
     expected = load_model(source, dtype=torch.float32)(PROMPT).logits
     config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))
+    published = {
+        "model_type": "kimi_k2",
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    }
+    (source / "config.json").write_text(json.dumps(config | published))
     torch.testing.assert_close(load_model(source, dtype=torch.float32)(PROMPT).logits, expected)
 
 
