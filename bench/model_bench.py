@@ -163,9 +163,10 @@ def _attempt(
     elif run.variant == "reference" and tokens > REFERENCE_TOKENS:
         reason = f"more than {REFERENCE_TOKENS} tokens"
     if reason is None:
+        foreign = RuntimeError if run.variant == "dequantized" else torch.OutOfMemoryError
         try:
             measure(size)
-        except (MarlinMoEError, torch.OutOfMemoryError) as error:
+        except (MarlinMoEError, torch.OutOfMemoryError, foreign) as error:
             reason = str(error).splitlines()[0]
     if reason is not None:
         run.skipped[f"{kind} {size}"] = reason

@@ -100,6 +100,15 @@ class ModelResults:
             ) from error
 
 
+def is_model_results(path: Path) -> bool:
+    """Whether a file says that it holds results of a model benchmark; what else it is does not matter."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and content.get("format") == FORMAT
+
+
 def _run(content: Mapping[str, Any]) -> ModelRun:
     """A run of its JSON, whose counts of tokens are keys and so text."""
     counted = {

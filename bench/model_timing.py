@@ -105,12 +105,8 @@ class StaticDecode:
 def graph_token_ms(model: "PreTrainedModel", batch: int, context: int, steps: int) -> float:
     """Milliseconds a step of a replayed CUDA graph, from the device's own clock."""
     decode = StaticDecode(model, random_prompts(model, batch, context), 2 * WARM_STEPS + steps)
-    stream = torch.cuda.Stream(model.device)
-    stream.wait_stream(torch.cuda.current_stream(model.device))
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_STEPS):
-            decode.step()
-    torch.cuda.current_stream(model.device).wait_stream(stream)
+    for _ in range(WARM_STEPS):  # on this stream: another one would get a workspace of its own
+        decode.step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         decode.step()

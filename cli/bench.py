@@ -172,15 +172,21 @@ def plot(results: tuple[Path, ...], output: Path, kind: str, as_json: bool) -> N
     """Draw time over floor against tokens.
 
     RESULT is a file written by benchmarks/moe_layer.py. Several are drawn as one; where they measured the
-    same, the last one counts. A panel for each shape and format, a line for each implementation.
+    same, the last one counts. A panel for each shape and format, a line for each implementation. One file of
+    `bench model` is drawn as `bench model --plot` does.
 
     \b
     Example:
       marlin-moe bench plot decode.json prefill.json -o speed.svg
     """
+    from ..bench.model_results import is_model_results
+    from .bench_model import plot_model
     from .bench_plot import plot_results
 
-    report = plot_results(results, output, kind=kind)
+    if any(map(is_model_results, results)):
+        report = plot_model(results, output)
+    else:
+        report = plot_results(results, output, kind=kind)
     if as_json:
         print_json(report.as_dict())
         return

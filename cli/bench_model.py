@@ -1,9 +1,12 @@
-"""What a model benchmark found, as tables."""
+"""What a model benchmark found, as a table or a picture."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from .bench_plot import PlotReport
 from .output import bytes_text, print_table
 
 if TYPE_CHECKING:
@@ -33,6 +36,36 @@ def print_model_results(results: "ModelResults") -> None:
     for run in results.runs:
         for point, reason in run.skipped.items():
             click.echo(f"{run.variant}, {point}: {reason}")
+
+
+def plot_model(paths: Sequence[Path], output: Path) -> PlotReport:
+    """Draw one file of `bench model` as `output`.
+
+    Raises:
+        ModelResultsError: more than one file; one that holds no results; nothing to draw, or to draw with.
+    """
+    from ..bench.model_plot import save_model_plot
+    from ..bench.model_results import ModelResults, ModelResultsError
+
+    if len(paths) != 1:
+        raise ModelResultsError(
+            f"{', '.join(map(str, paths))}: expected one file where it is of a model benchmark, because each "
+            f"is a picture of its own, got {len(paths)}. Draw them one by one."
+        )
+    results = ModelResults.read(paths[0])
+    save_model_plot(results, output)
+    drawn = [
+        [line for run in results.runs if (line := getattr(run, key))]
+        for key in ("ttft_ms", "token_ms", "graph_token_ms")
+    ]
+    lines = [line for panel in drawn for line in panel]
+    return PlotReport(
+        output=str(output),
+        kind="model",
+        panels=len([panel for panel in drawn if panel]),
+        lines=len(lines),
+        points=sum(map(len, lines)),
+    )
 
 
 def _counts(results: "ModelResults", key: str) -> list[int]:

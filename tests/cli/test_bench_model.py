@@ -10,6 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from folders import golden
+from marlin_moe.bench.model_plot import save_model_plot
+from marlin_moe.bench.model_results import ModelResults, ModelRun
 from marlin_moe.cli.main import main
 
 SMALL = ("--device", "cpu", "--prompts", "4,12", "--batches", "2", "--context", "4", "--steps", "2")
@@ -43,6 +45,26 @@ def test_a_random_model_is_written_measured_and_removed(tmp_path: Path) -> None:
         assert all(ms > 0 for ms in run["ttft_ms"].values())
     assert [run["same_tokens"] for run in content["runs"][:3]] == [True] * 3
     assert (tmp_path / "r.svg").read_text().startswith("<?xml")
+
+
+def test_its_results_are_drawn_again(tmp_path: Path) -> None:
+    run = ModelRun(variant="persistent", ttft_ms={128: 30.0, 2048: 60.0}, token_ms={1: 20.0})
+    checkpoint = {"name": "m", "model": "M", "layers": 1, "dtype": "bfloat16", "packed_bytes": 1}
+    results = ModelResults(machine={}, checkpoint=checkpoint, protocol={}, runs=[run])
+    results.write(tmp_path / "r.json")
+    save_model_plot(results, tmp_path / "first.svg")
+
+    def plot(*files: str) -> Result:
+        paths = [str(tmp_path / name) for name in files]
+        return CliRunner().invoke(main, ["bench", "plot", *paths, "-o", str(tmp_path / "again.svg")])
+
+    result = plot("r.json")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.endswith("again.svg: 2 panels, 2 lines, 3 points\n")
+    assert (tmp_path / "again.svg").read_bytes() == (tmp_path / "first.svg").read_bytes()
+    twice = plot("r.json", "r.json")
+    assert twice.exit_code == 1
+    assert "expected one file where it is of a model benchmark" in twice.stderr
 
 
 def test_a_checkpoint_and_one_variant_as_json() -> None:
