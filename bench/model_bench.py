@@ -126,7 +126,7 @@ def _measure(
     device = model.device
     if device.type == "cuda":
         run.weights_bytes = torch.cuda.memory_allocated(device)
-        if run.variant != protocol.variants[0]:  # the first one's peak is also that of loading
+        if first:  # the first variant's peak is also that of loading
             torch.cuda.reset_peak_memory_stats(device)
 
     def ttft(tokens: int) -> None:

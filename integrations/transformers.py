@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
+OWN_OPTIONS = frozenset(
+    {"config", "state_dict", "quantization_config", "experts_implementation", "device_map", "torch_dtype"}
+    | {"generation_config", "output_loading_info", "tp_plan", "tp_size", "distributed_config", "gguf_file"}
+)
+"""Arguments of from_pretrained that `load_model` sets itself, or that ask for another way of loading."""
+
+
 def load_model(
     path: str | Path,
     *,
@@ -50,11 +57,17 @@ def load_model(
         The model in eval mode, without gradients. It cannot be saved, moved or converted.
 
     Raises:
+        TypeError: an option that load_model sets itself, such as `device_map`.
         ModelError: transformers is missing or does not know the model; weights that the checkpoint lacks;
             experts that the op cannot stand for.
         MarlinMoEError: as `load_layers`.
     """
     require_transformers()
+    taken = sorted(OWN_OPTIONS & options.keys())
+    if taken:
+        raise TypeError(
+            f"load_model: expected options of from_pretrained that it does not set itself, got {taken[0]}=."
+        )
     target = usable_device(device)
     with ModelSource(model_path(path)) as source:
         if not source.experts:

@@ -92,6 +92,13 @@ def test_from_pretrained_of_a_packed_directory_says_what_to_call(tmp_path: Path)
         AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
 
 
+def test_options_of_from_pretrained() -> None:
+    model = load_model(GOLDEN, attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(TypeError, match=r"options of from_pretrained .*, got device_map="):
+        load_model(GOLDEN, device_map="auto")
+
+
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MarlinMoEError, match=r"pip install 'marlin-moe\[transformers\]'"):
