@@ -2,7 +2,7 @@
 
     python benchmarks/repack_disk.py FOLDER [--layers 48] [--workers N] [--repeats 3] [--json]
 
-Makes a checkpoint in Qwen3-30B-A3B's shapes below FOLDER (0.32 GB a layer; three times that is needed) and
+Makes a checkpoint in Qwen3-30B-A3B's shapes below FOLDER (0.35 GB a layer; three times that is needed) and
 removes everything again. Every round runs every variant once, after a first round that is not counted: memory
 that a virtual machine has not used yet is slow. What is written counts until it is on the disk (`sync`), and
 is also given without. Loading counts until every byte of every tensor has been read (hashed), from a cold and
@@ -17,12 +17,14 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 from repack_cpu import machine
-from synthetic import write_checkpoint
+
+from marlin_moe.bench.random_checkpoint import SHAPES, write_checkpoint
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "repack_disk.json"
@@ -177,7 +179,7 @@ def one_round(source: Path, packed: Path, workers: int) -> dict[str, dict[str, f
 def main(folder: Path, layers: int, workers: int, repeats: int, as_json: bool) -> None:
     """Measure, print, and write the results."""
     source, packed = folder / "source", folder / "packed"
-    write_checkpoint(source, layers)
+    write_checkpoint(source, replace(SHAPES["qwen3-30b-a3b"], packed_attention=False), layers)
     try:
         (in_memory,), _ = in_process(IN_MEMORY)
         rounds = [one_round(source, packed, workers) for _ in range(repeats + 1)][1:]

@@ -18,7 +18,8 @@ One module per command, named after it, with what only that command needs before
     kernels           kernels compiled ahead for a checkpoint
     bench_results     what a layer benchmark found, as a file
     bench_plot        draws it
-    bench             prints what was drawn
+    bench_model       prints what a model benchmark found
+    bench             measures, draws, prints
     kernel_setup      where CUDA kernels are kept, and whether they may be compiled
     machine           what this machine can run, as a report
     doctor            prints it

@@ -1,32 +1,152 @@
-"""`marlin-moe bench plot RESULT.json…`."""
+"""`marlin-moe bench model [PATH]`, `marlin-moe bench plot RESULT.json…`."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import json_option
+from .options import json_option, usable_device
 from .output import counted, print_json
 
+if TYPE_CHECKING:
+    import torch
+
 SUFFIXES = (".svg", ".png")
+VARIANTS = ("persistent", "per-call", "reference", "dequantized")
+SHAPES = ("qwen3-30b-a3b", "small")
 
 
-def image_path(context: click.Context, parameter: click.Parameter, value: Path) -> Path:
+def image_path(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
     """The path, with a suffix that can be drawn.
 
     Raises:
         click.BadParameter: another suffix.
     """
-    if value.suffix not in SUFFIXES:
+    if value is not None and value.suffix not in SUFFIXES:
         raise click.BadParameter(
-            f"--output: expected a name that ends in {' or '.join(SUFFIXES)}, which can be drawn, got "
-            f"{str(value)!r}."
+            f"{parameter.opts[-1]}: expected a name that ends in {' or '.join(SUFFIXES)}, which can be "
+            f"drawn, got {str(value)!r}."
         )
     return value
 
 
+def counts(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    """Positive whole numbers between commas, ascending, each once.
+
+    Raises:
+        click.BadParameter: anything else.
+    """
+    words = [word.strip() for word in value.split(",")]
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise click.BadParameter(f"expected whole numbers from 1 on, between commas, got {value!r}.")
+    return tuple(sorted({int(word) for word in words}))
+
+
 @click.group()
 def bench() -> None:
-    """Show what layer benchmarks found."""
+    """Measure a whole model, or draw what layer benchmarks found."""
+
+
+@bench.command()
+@click.argument("path", metavar="[PATH]", required=False)
+@click.option(
+    "--shape", type=click.Choice(SHAPES), default=SHAPES[0], show_default=True, help="Without PATH."
+)
+@click.option(
+    "--layers", type=click.IntRange(min=1), help="Of the random model; all of the shape's by default."
+)
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Where the random model is written, and removed from; the system's temporary folder by default.",
+)
+@click.option(
+    "--device", default="cuda", show_default=True, callback=usable_device, help="cpu, cuda, cuda:1."
+)
+@click.option(
+    "--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="The config's by default."
+)
+@click.option("--prompts", default="128,2048,8192", show_default=True, callback=counts, metavar="TOKENS,…")
+@click.option("--batches", default="1,8,32", show_default=True, callback=counts, metavar="SEQUENCES,…")
+@click.option(
+    "--context", type=click.IntRange(min=1), default=128, show_default=True, help="Of each sequence."
+)
+@click.option("--steps", type=click.IntRange(min=2), default=32, show_default=True, help="Tokens decoded.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of a prompt.")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=8192, show_default=True, help="Of one pass."
+)
+@click.option(
+    "--variant",
+    "variants",
+    type=click.Choice(VARIANTS),
+    multiple=True,
+    help="Can be repeated; all by default.",
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write the results as JSON.")
+@click.option(
+    "--plot",
+    "picture",
+    type=click.Path(path_type=Path),
+    callback=image_path,
+    help="Also draw them: .svg or .png.",
+)
+@json_option
+def model(
+    path: str | None,
+    shape: str,
+    layers: int | None,
+    folder: Path | None,
+    device: "torch.device",
+    dtype: str | None,
+    output: Path | None,
+    picture: Path | None,
+    as_json: bool,
+    **measured: Any,
+) -> None:
+    """Time to first token and time per token of a model in transformers.
+
+    PATH is a checkpoint, packed or not; without one a model with random weights is written (17 GB in
+    Qwen3-30B-A3B's shapes), measured and removed. Variants share the loaded model: `persistent` is load_model
+    as it is, `per-call` allocates and zeroes a workspace in every call, `reference` takes small sizes,
+    `dequantized` has the experts as plain weights, run by transformers, where they fit.
+
+    \b
+    Example:
+      marlin-moe bench model --device cpu --shape small --prompts 8,64 --plot model.svg
+    """
+    import torch
+
+    from ..bench.model_bench import ModelProtocol, checkpoint_of, measure_model
+    from .bench_model import print_model_results
+
+    protocol = ModelProtocol(
+        prompts=measured["prompts"],
+        batches=measured["batches"],
+        context_tokens=measured["context"],
+        steps=measured["steps"],
+        repeats=measured["repeats"],
+        variants=measured["variants"] or VARIANTS,
+        max_tokens=measured["max_tokens"],
+    )
+    with checkpoint_of(path, shape, layers, folder) as checkpoint:
+        results = measure_model(
+            checkpoint,
+            device=device,
+            dtype=None if dtype is None else getattr(torch, dtype),
+            protocol=protocol,
+            tell=lambda line: click.echo(line, err=True),
+        )
+    if output is not None:
+        results.write(output)
+    if picture is not None:
+        from ..bench.model_plot import save_model_plot
+
+        save_model_plot(results, picture)
+    if as_json:
+        print_json(results.as_dict())
+        return
+    print_model_results(results)
 
 
 @bench.command()
@@ -52,15 +172,21 @@ def plot(results: tuple[Path, ...], output: Path, kind: str, as_json: bool) -> N
     """Draw time over floor against tokens.
 
     RESULT is a file written by benchmarks/moe_layer.py. Several are drawn as one; where they measured the
-    same, the last one counts. A panel for each shape and format, a line for each implementation.
+    same, the last one counts. A panel for each shape and format, a line for each implementation. One file of
+    `bench model` is drawn as `bench model --plot` does.
 
     \b
     Example:
       marlin-moe bench plot decode.json prefill.json -o speed.svg
     """
+    from ..bench.model_results import is_model_results
+    from .bench_model import plot_model
     from .bench_plot import plot_results
 
-    report = plot_results(results, output, kind=kind)
+    if any(map(is_model_results, results)):
+        report = plot_model(results, output)
+    else:
+        report = plot_results(results, output, kind=kind)
     if as_json:
         print_json(report.as_dict())
         return

@@ -26,7 +26,7 @@ COMMANDS = {
     "verify": _entry("verify", "Prove that a packed checkpoint is whole and equals its source."),
     "unpack": _entry("unpack", "Turn a packed checkpoint back into the one it was made from."),
     "kernels": _entry("kernels", "Compile CUDA kernels ahead: `kernels build PATH --arch sm_90a`."),
-    "bench": _entry("bench", "Draw layer benchmarks: `bench plot RESULT.json -o FILE.svg`."),
+    "bench": _entry("bench", "Measure a model: `bench model`; draw layer benchmarks: `bench plot`."),
     "doctor": _entry("doctor", "Say what this machine can run, and why not the rest."),
     "demo": _entry("demo", "Make a small checkpoint, repack, verify, load and run it."),
 }

@@ -10,6 +10,7 @@ staging         memory that blocks are read into, and their way to a GPU
 states          what flows between stages: ExpertTensors, State, Context
 quant_methods   one file per quantization tool: its config, its tensors
 layers          the quantized MoE layers of an open checkpoint, in order
+dequantize      a quantized linear that is no expert, to its weight
 check           a layer's tensors against its scheme, from headers alone
 native          the loop over packed words, in C or in torch
 assemble        a finished state to MarlinMoELayer

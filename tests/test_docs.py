@@ -12,17 +12,12 @@ import click
 import pytest
 
 from marlin_moe.cli.main import main
-from tree import package_files
+from pages import PAGES, page_name
+from tree import ROOT, package_files
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")])
 TEST = re.compile(r"\[(?P<file>[\w/]+\.py)::(?P<name>\w+)\]\((?P<link>[^)]+)\)")
 
 VARIABLE = re.compile(r"MARLIN_MOE_[A-Z]+")
-
-
-def page_name(page: Path) -> str:
-    return page.relative_to(ROOT).as_posix()
 
 
 def commands(page: Path) -> Iterator[list[str]]:

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the sources: kernels, then repack, then cli; bare `__init__` files."""
+"""Who may import whom: kernels, repack, integrations, bench, cli, in this order; bare `__init__` files."""
 
 import ast
 import re
@@ -13,9 +13,13 @@ SOURCES = package_files()
 MAY_NOT_IMPORT = {
     "kernels": ("marlin_moe.repack", "marlin_moe.cli", "marlin_moe.bench", "marlin_moe.integrations"),
     "repack": ("marlin_moe.cli", "marlin_moe.bench", "marlin_moe.integrations"),
+    "integrations": ("marlin_moe.cli", "marlin_moe.bench"),
+    "bench": ("marlin_moe.cli",),
     "cli": ("marlin_moe.integrations",),
 }
 ONLY_INSIDE_FUNCTIONS = ("compressed_tensors", "transformers")
+ADAPTERS = re.compile(r"integrations/hf_\w+\.py")
+"""Files that extend classes of the library they adapt: whoever imports one has it already."""
 
 
 def parse(path: PurePosixPath) -> ast.Module:
@@ -59,7 +63,12 @@ def test_imports_point_one_way_and_are_relative(path: PurePosixPath) -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=str)
 def test_slow_libraries_are_imported_inside_functions(path: PurePosixPath) -> None:
     names = [name for name, _ in imported_modules(path, outside_functions(parse(path)))]
+    if ADAPTERS.fullmatch(str(path)):
+        assert any(name.startswith("transformers.") for name in names), "no reason to be an adapter"
+        return
     assert not [name for name in names if name.partition(".")[0] in ONLY_INSIDE_FUNCTIONS]
+    own = [name for name in names if re.match(r"marlin_moe\.integrations\.hf_", name)]
+    assert not own, "adapters are imported inside functions too"
 
 
 INIT_FILES = [path for path in SOURCES if path.name == "__init__.py" and path.parts[0] != "api"]

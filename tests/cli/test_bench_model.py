@@ -1,0 +1,113 @@
+"""`marlin-moe bench model`: a whole run at small sizes on a CPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from folders import golden
+from marlin_moe.bench.model_plot import save_model_plot
+from marlin_moe.bench.model_results import ModelResults, ModelRun
+from marlin_moe.cli.main import main
+
+SMALL = ("--device", "cpu", "--prompts", "4,12", "--batches", "2", "--context", "4", "--steps", "2")
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["bench", "model", *map(str, arguments)])
+
+
+def test_a_random_model_is_written_measured_and_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    options = ("--shape", "small", "--layers", 1, "--repeats", 1, "--folder", folder)
+    files = ("-o", tmp_path / "r.json", "--plot", tmp_path / "r.svg")
+    result = invoke(*options, *SMALL, *files)
+    assert result.exit_code == 0, result.output
+    assert not list(folder.iterdir())
+    assert "measuring per-call\n" in result.stderr
+    assert result.stdout.startswith("small: Qwen3MoeForCausalLM, 1 layers, ")
+    content = json.loads((tmp_path / "r.json").read_text())
+    assert [run["variant"] for run in content["runs"]] == [
+        "persistent",
+        "per-call",
+        "reference",
+        "dequantized",
+    ]
+    for run in content["runs"]:
+        assert run["ttft_ms"].keys() == {"4", "12"}
+        assert run["token_ms"].keys() == {"2"}
+        assert run["skipped"] == {"graph 2": "no graphs on cpu"}
+        assert all(ms > 0 for ms in run["ttft_ms"].values())
+    assert [run["same_tokens"] for run in content["runs"][:3]] == [True] * 3
+    assert (tmp_path / "r.svg").read_text().startswith("<?xml")
+
+
+def test_its_results_are_drawn_again(tmp_path: Path) -> None:
+    run = ModelRun(variant="persistent", ttft_ms={128: 30.0, 2048: 60.0}, token_ms={1: 20.0})
+    checkpoint = {"name": "m", "model": "M", "layers": 1, "dtype": "bfloat16", "packed_bytes": 1}
+    results = ModelResults(machine={}, checkpoint=checkpoint, protocol={}, runs=[run])
+    results.write(tmp_path / "r.json")
+    save_model_plot(results, tmp_path / "first.svg")
+
+    def plot(*files: str) -> Result:
+        paths = [str(tmp_path / name) for name in files]
+        return CliRunner().invoke(main, ["bench", "plot", *paths, "-o", str(tmp_path / "again.svg")])
+
+    result = plot("r.json")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.endswith("again.svg: 2 panels, 2 lines, 3 points\n")
+    assert (tmp_path / "again.svg").read_bytes() == (tmp_path / "first.svg").read_bytes()
+    twice = plot("r.json", "r.json")
+    assert twice.exit_code == 1
+    assert "expected one file where it is of a model benchmark" in twice.stderr
+
+
+def test_a_checkpoint_and_one_variant_as_json() -> None:
+    options = ("--repeats", 1, "--variant", "reference", "--dtype", "float32", "--json")
+    result = invoke(golden("mixtral-w4a16-g128"), *SMALL, *options, "--prompts", "4,300")
+    assert result.exit_code == 0, result.output
+    content = json.loads(result.stdout)
+    assert content["checkpoint"]["model"] == "MixtralForCausalLM"
+    assert content["checkpoint"]["dtype"] == "float32"
+    (run,) = content["runs"]
+    assert run["skipped"]["ttft 300"] == "more than 256 tokens"
+    assert run["ttft_ms"].keys() == {"4"}
+
+
+def test_nothing_is_written_without_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = invoke("--shape", "small", "--folder", tmp_path, *SMALL)
+    assert result.exit_code == 1
+    assert "pip install 'marlin-moe[transformers]'" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--prompts", "4,x"), "expected whole numbers from 1 on, between commas, got '4,x'"),
+        (("--batches", "0"), "got '0'"),
+        (("--variant", "fast"), "'fast' is not one of"),
+    ],
+)
+def test_wrong_flags(options: tuple[str, ...], message: str) -> None:
+    result = invoke("--device", "cpu", *options)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+def test_a_picture_that_cannot_be_drawn() -> None:
+    result = invoke("--device", "cpu", "--plot", "r.gif")
+    assert result.exit_code == 1
+    assert "--plot: expected a name that ends in .svg or .png" in result.stderr
+
+
+def test_a_path_that_is_none() -> None:
+    result = invoke("nowhere", *SMALL)
+    assert result.exit_code == 1
+    assert "nowhere: expected a checkpoint directory" in result.stderr

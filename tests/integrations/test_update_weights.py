@@ -1,0 +1,88 @@
+"""New expert weights in a running model: as if loaded from them, at the same addresses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_checkpoints import write_model
+from marlin_moe import MarlinMoEError, repack_checkpoint
+from marlin_moe.integrations.transformers import expert_layers, load_model, update_weights
+
+PROMPT = torch.tensor([[3, 99, 17, 201, 5, 64, 64, 130, 8]])
+
+
+def experts_of(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(folder / "model.safetensors")
+    return {name: tensor for name, tensor in tensors.items() if ".experts." in name}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_outputs_are_those_of_the_new_weights(packed: bool, tmp_path: Path) -> None:
+    old = write_model(tmp_path / "old", "mixtral", seed=1)
+    new = write_model(tmp_path / "new", "mixtral", seed=2)
+    if packed:
+        repack_checkpoint(old, tmp_path / "packed")
+    model = load_model(tmp_path / "packed" if packed else old, dtype=torch.float32)
+    reference = load_model(new, dtype=torch.float32)
+    first = model(PROMPT).logits
+    addresses = [t.data_ptr() for layer in expert_layers(model).values() for _, t in layer.tensors()]
+
+    update_weights(model, experts_of(new))
+    assert not torch.allclose(model(PROMPT).logits, first, rtol=1e-2, atol=1e-2)
+    rest = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():  # of everything else the old weights
+        parameter.copy_(rest[name])
+    torch.testing.assert_close(model(PROMPT).logits, reference(PROMPT).logits, rtol=0, atol=0)
+    assert addresses == [t.data_ptr() for layer in expert_layers(model).values() for _, t in layer.tensors()]
+
+
+def test_one_layer_alone(tmp_path: Path) -> None:
+    old = write_model(tmp_path / "old", "qwen3_moe", seed=1)
+    new = write_model(tmp_path / "new", "qwen3_moe", seed=2)
+    model, reference = load_model(old), load_model(new)
+    kept = expert_layers(model)["model.layers.1.mlp.experts"].w13.qweight.clone()
+    update_weights(model, {k: v for k, v in experts_of(new).items() if ".layers.0." in k})
+    found, expected = expert_layers(model), expert_layers(reference)
+    name = "model.layers.0.mlp.experts"
+    torch.testing.assert_close(found[name].w2.qweight, expected[name].w2.qweight, rtol=0, atol=0)
+    torch.testing.assert_close(found["model.layers.1.mlp.experts"].w13.qweight, kept, rtol=0, atol=0)
+
+
+def test_nothing_changes_where_a_layer_is_wrong(tmp_path: Path) -> None:
+    """Names and shapes of every layer are looked at before the first one is written."""
+    old = write_model(tmp_path / "old", "qwen3_moe", seed=1)
+    tensors = experts_of(write_model(tmp_path / "new", "qwen3_moe", seed=2))
+    model = load_model(old, dtype=torch.float32)
+    before = model(PROMPT).logits
+    scale = "model.layers.1.mlp.experts.7.down_proj.weight_scale"
+    wrong = tensors | {scale: tensors[scale][:, :1]}
+    with pytest.raises(MarlinMoEError, match=rf"{scale}: expected"):
+        update_weights(model, wrong)
+    lacking = {name: tensor for name, tensor in tensors.items() if name != scale}
+    with pytest.raises(
+        MarlinMoEError, match=r"layers\.1\.mlp\.experts: .* none of 7\.down_proj\.weight_scale"
+    ):
+        update_weights(model, lacking)
+    strange = tensors | {"model.layers.1.self_attn.q_proj.weight": torch.zeros(1)}
+    with pytest.raises(MarlinMoEError, match=r"got model\.layers\.1\.self_attn\.q_proj\.weight"):
+        update_weights(model, strange)
+    torch.testing.assert_close(model(PROMPT).logits, before, rtol=0, atol=0)
+
+
+def test_values_that_no_layer_can_have_name_what_was_updated_before(tmp_path: Path) -> None:
+    old = write_model(tmp_path / "old", "qwen3_moe", seed=1)
+    tensors = experts_of(write_model(tmp_path / "new", "qwen3_moe", seed=2))
+    scale = "model.layers.1.mlp.experts.7.down_proj.weight_scale"
+    tensors[scale] = torch.full_like(tensors[scale], torch.nan)
+    with pytest.raises(MarlinMoEError, match=r"layers\.1\.mlp\.experts\.7\.down_proj") as caught:
+        update_weights(load_model(old), tensors)
+    assert caught.value.__notes__ == ["These layers were updated before: model.layers.0.mlp.experts."]
+
+
+def test_a_model_of_another_kind() -> None:
+    with pytest.raises(MarlinMoEError, match=r"expected one of load_model.*got Linear"):
+        update_weights(torch.nn.Linear(1, 1), {})
