@@ -45,12 +45,20 @@ __device__ __forceinline__ void add_teams(WarpSums<OCTETS>& sums, float4* exchan
   }
 }
 
+// Fours that lie `step` apart, on their way together; zeros from number `count` on.
+template <int MOST>
+__device__ __forceinline__ void read_fours(float4 (&w)[MOST], const float* from, int count, u64 step) {
+#pragma unroll
+  for (int i = 0; i < MOST; i++) w[i] = i < count ? __ldcg(reinterpret_cast<const float4*>(from + i * step)) : make_float4(0, 0, 0, 0);
+}
+
 // Four columns that `lanes` neighbouring lanes (1, 2, 4 or 8) add up together.
 struct FourSums {
   float v[4] = {};
-  __device__ __forceinline__ void add(const float* four) {
-    float4 w = __ldcg(reinterpret_cast<const float4*>(four));
-    v[0] += w.x, v[1] += w.y, v[2] += w.z, v[3] += w.w;
+  template <int MOST>
+  __device__ __forceinline__ void add(const float4 (&w)[MOST]) {
+#pragma unroll
+    for (int i = 0; i < MOST; i++) v[0] += w[i].x, v[1] += w[i].y, v[2] += w[i].z, v[3] += w[i].w;
   }
   __device__ __forceinline__ void over_lanes(int lanes) {
 #pragma unroll 1
@@ -63,7 +71,8 @@ struct FourSums {
 
 // Rows whose activations a block holds at a time: of each segment of the window those of its tile.
 struct Window {  // in shared memory
-  int row_count;
+  int row_count, items;  // an item is four columns of a row
+  int log_lanes;         // lanes that share an item: as many as there are threads for, where its sum has many pieces
   u16 segment[ACTIVATIONS_ELEMENTS / 40], row[ACTIVATIONS_ELEMENTS / 40];  // of the window; of the segment's tile
 };
 
@@ -75,7 +84,7 @@ struct Item {
 
   // `index` counts lanes: those of item 0, those of item 1, ...
   __device__ __forceinline__ void find(const MoEArgs& args, const Work& work, const Routes& routes, const Window& window, int first_segment, int index) {
-    int item = index >> work.log_lanes, sub = index & ((1 << work.log_lanes) - 1), which = work.by_fours.quotient(item);
+    int item = index >> window.log_lanes, sub = index & ((1 << window.log_lanes) - 1), which = work.by_fours.quotient(item);
     pieces = 0;
     if (which >= window.row_count) return;
     int segment = first_segment + window.segment[which], tile = work.by_parts.quotient(segment), four = item - which * work.fours;
@@ -89,15 +98,17 @@ struct Item {
 };
 
 // activation(gate, up) of an item from the sums of all pieces, to its place among the block's activations.
-__device__ __forceinline__ void activate_item(const MoEArgs& args, const Work& work, const Routes& routes, const Item& item, Scalar* to, bool weighted) {
-  int lanes = 1 << work.log_lanes, sub = threadIdx.x & (lanes - 1);
+__device__ __forceinline__ void activate_item(const MoEArgs& args, const Work& work, const Routes& routes, const Item& item, int lanes, Scalar* to, bool weighted) {
+  int sub = threadIdx.x & (lanes - 1);
   u64 step = static_cast<u64>(lanes) * work.rows * SIZE_N1;
-  const float* sums = item.sums;
+  constexpr int MOST = 3;
+  const float* from = item.sums;
   FourSums gate, up;
-#pragma unroll 3
-  for (int p = sub; p < item.pieces; p += lanes, sums += step) {
-    gate.add(sums);
-    if (GATED) up.add(sums + INTERMEDIATE);
+#pragma unroll 1
+  for (int count = (item.pieces - sub + lanes - 1) >> __ffs(lanes) - 1; count > 0; count -= MOST, from += MOST * step) {
+    float4 gates[MOST], ups[MOST];
+    read_fours(gates, from, count, step), read_fours(ups, from + INTERMEDIATE, GATED ? count : 0, step);
+    gate.add(gates), up.add(ups);
   }
   gate.over_lanes(lanes);
   if (GATED) up.over_lanes(lanes);
@@ -126,6 +137,17 @@ __device__ __forceinline__ void add_row(FourSums& total, FourSums row, const MoE
   for (int i = 0; i < 4; i++) total.v[i] += row.v[i] * factor;
 }
 
+constexpr int SLOTS_AT_ONCE = 2, PARTS_AT_ONCE = 4;  // whose rows are on their way together
+
+// Adds up to PARTS_AT_ONCE parts of K, `count` of which there are, to each slot's sum.
+__device__ __forceinline__ void add_parts(FourSums (&slots)[SLOTS_AT_ONCE], const int (&row)[SLOTS_AT_ONCE], const float* from, int count, u64 step) {
+  float4 w[SLOTS_AT_ONCE][PARTS_AT_ONCE];
+#pragma unroll
+  for (int i = 0; i < SLOTS_AT_ONCE; i++) read_fours(w[i], from + static_cast<u64>(row[i]) * HIDDEN, row[i] == NO_ROW ? 0 : count, step);
+#pragma unroll
+  for (int i = 0; i < SLOTS_AT_ONCE; i++) slots[i].add(w[i]);
+}
+
 // The sum over a token's slots and their parts of K, for all tokens. Lanes share four columns where tokens are few.
 __device__ __forceinline__ void add_slots(const MoEArgs& args, const Work& work, const Routes& routes, int flags) {
   constexpr int FOURS = HIDDEN / 4;
@@ -138,16 +160,22 @@ __device__ __forceinline__ void add_slots(const MoEArgs& args, const Work& work,
   for (int at = warp * per_warp; at < items; at += warps * per_warp) {
     int item = at + (lane >> log), token = min(item, items - 1) / FOURS, column = min(item, items - 1) % FOURS * 4;
     FourSums total;
-#pragma unroll 2
-    for (int k = sub; k < args.top_k; k += 1 << log) {
-      int slot = token * args.top_k + k, row = routes.row_of_slot[slot];
-      if (row == NO_ROW) continue;
-      const float* from = rows + static_cast<u64>(row) * HIDDEN + column;
-      FourSums one;
-#pragma unroll 4
-      for (int part = 0; part < work.parts; part++, from += part_elements) one.add(from);
-      int expert = W2::GROUP == 0 || args.w2.bias ? expert_of(args, slot, flags & IDS64) : 0;
-      add_row(total, one, args, expert, column, flags & WEIGHT_ON_INPUT ? 1.0f : routes.weights[row]);
+#pragma unroll 1
+    for (int k = sub; k < args.top_k; k += SLOTS_AT_ONCE << log) {
+      FourSums slots[SLOTS_AT_ONCE];
+      int row[SLOTS_AT_ONCE], first = token * args.top_k + k;
+#pragma unroll
+      for (int i = 0; i < SLOTS_AT_ONCE; i++) row[i] = k + (i << log) < args.top_k ? routes.row_of_slot[first + (i << log)] : NO_ROW;
+      const float* from = rows + column;
+#pragma unroll 1
+      for (int count = work.parts; count > 0; count -= PARTS_AT_ONCE, from += PARTS_AT_ONCE * part_elements)
+        add_parts(slots, row, from, count, part_elements);
+#pragma unroll
+      for (int i = 0; i < SLOTS_AT_ONCE; i++)
+        if (row[i] != NO_ROW) {
+          int expert = W2::GROUP == 0 || args.w2.bias ? expert_of(args, first + (i << log), flags & IDS64) : 0;
+          add_row(total, slots[i], args, expert, column, flags & WEIGHT_ON_INPUT ? 1.0f : routes.weights[row[i]]);
+        }
     }
     total.over_lanes(1 << log);
     if (item >= items) continue;
