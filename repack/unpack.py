@@ -200,7 +200,8 @@ class _Run:
                 f"{self.packed.path / SOURCE_FILES}: expected below {layer.module} the tensors of its "
                 f"experts alone, got {shorten([entry.name for entry in strange])}. Repack the source again."
             )
-        for restored in restored_blocks(self.packed, layer, of_expert, block_bytes=self.block_bytes):
+        experts = self.packed.experts(layer)
+        for restored in restored_blocks(experts, layer, of_expert, block_bytes=self.block_bytes):
             for expert in restored.block:
                 for part in of_expert[expert]:
                     tensor = restored.tensor(part)

@@ -102,6 +102,30 @@ def test_a_device_that_is_none_is_a_wrong_flag(tmp_path: Path, source: Source, d
     assert not (tmp_path / "packed").exists()
 
 
+@pytest.mark.parametrize(
+    ("rank", "devices", "expected"), [(None, 4, "cuda"), ("3", 4, "cuda:3"), ("3", 1, "cuda:0"), ("2", 0, "cuda:0")]
+)
+def test_cuda_is_a_gpu_of_each_ranks_own(
+    monkeypatch: pytest.MonkeyPatch, rank: str | None, devices: int, expected: str
+) -> None:
+    import click
+
+    asked = []
+    monkeypatch.setattr(torch, "empty", lambda *_, device: asked.append(str(device)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    option = next(p for p in main.get_command(click.Context(main), "repack").params if p.name == "device")
+    context = click.Context(main)
+    assert [str(option.callback(context, option, value)) for value in ("cuda", "cuda:1", "cpu")] == [
+        expected,
+        "cuda:1",
+        "cpu",
+    ]
+    assert asked == [expected, "cuda:1", "cpu"]
+
+
 def test_verify_sums_up_what_was_compared(tmp_path: Path, source: Source, packed: Path) -> None:
     result = run("verify", packed, tmp_path / "source")
     assert (result.exit_code, result.stderr) == (0, "")

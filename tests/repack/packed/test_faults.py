@@ -193,6 +193,28 @@ def test_a_failing_system_call_is_an_error_with_its_errno(
     assert contents(packed) == contents(pair.packed)
 
 
+def test_a_header_that_cannot_be_written_leaves_no_descriptor(
+    pair_of: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, packed = pair_of("plain"), tmp_path / "packed"
+
+    write = os.pwrite
+
+    def fail(fd: int, *rest: Any) -> int:
+        if "experts-" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(fd, *rest)
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", fail)
+        for _ in range(3):
+            with pytest.raises(PackedError, match="experts-0.*EIO"):
+                repack_checkpoint(pair.source, packed, workers=1)
+    assert os.listdir("/proc/self/fd") == before
+    assert not packed.exists()
+
+
 def test_a_source_that_changes_between_runs_is_refused(
     own_pair: Callable[[str], Any], tmp_path: Path
 ) -> None:
