@@ -20,6 +20,7 @@ blocks          a pipeline over blocks of experts, under a byte budget
 process         process_weights, update_weights_
 progress        what a long run tells whoever watches it
 workers         files made side by side, by threads
+attendance      which ranks have come, and which are silent
 ranks           processes that share one run
 packed          the packed checkpoint: its files, manifest, journal, reader
 load            load_layers
