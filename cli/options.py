@@ -25,7 +25,7 @@ def usable_device(context: click.Context, parameter: click.Parameter, value: str
     try:
         device = torch.device(value)
         rank = os.environ.get("LOCAL_RANK", "")
-        if device.type == "cuda" and device.index is None and rank.isdecimal():
+        if value == "cuda" and rank.isdecimal():
             device = torch.device("cuda", int(rank) % max(1, torch.cuda.device_count()))
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:

@@ -27,7 +27,7 @@ LONGEST_MEETING_S = 1800.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
-    """What a rank says: the number of the sign, the steps it has come to, whether it has left before the end."""
+    """What a rank says: the number of the sign, the steps it has come to, whether it left before the end."""
 
     number: int = 0
     steps: int = 0
@@ -53,10 +53,12 @@ class Attendance:
     Args:
         store: keys and values that all ranks see, a `torch.distributed.Store`.
         rank, size: which of how many.
+        name: of this roll call in the store.
     """
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
+    def __init__(self, store: Any, rank: int, size: int, *, name: str = "marlin-moe") -> None:
         self._store, self._rank, self._size = store, rank, size
+        self._keys = [f"{name}/{rank}" for rank in range(size)]
         self._steps, self._gone, self._ended = 0, False, False
         self._heard: dict[int, Sign] = {}
         self._rounds = 0
@@ -120,8 +122,8 @@ class Attendance:
     def _lost(self, absent: list[int], lost: dict[int, str]) -> MarlinMoEError:
         reasons = ", ".join(f"rank {rank} {reason}" for rank, reason in lost.items())
         return MarlinMoEError(
-            f"rank {self._rank} of {self._size}: expected all ranks to come, got {self._size - len(absent)} of "
-            f"them: {reasons}. Run the same command again: it completes what is missing."
+            f"rank {self._rank} of {self._size}: expected all ranks to come, got {self._size - len(absent)} "
+            f"of them: {reasons}. Run the same command again: it completes what is missing."
         )
 
     def _talk(self) -> None:
@@ -147,9 +149,9 @@ class Attendance:
 
     def _round(self, mine: Sign) -> dict[int, Sign]:
         """Say where this rank is; hear what the others say."""
-        self._store.set(str(self._rank), mine.as_text())
-        others = [rank for rank in range(self._size) if self._store.check([str(rank)])]
-        return {rank: Sign.from_text(self._store.get(str(rank)).decode()) for rank in others}
+        self._store.set(self._keys[self._rank], mine.as_text())
+        heard = {rank: key for rank, key in enumerate(self._keys) if self._store.check([key])}
+        return {rank: Sign.from_text(self._store.get(key).decode()) for rank, key in heard.items()}
 
 
 def _reason(sign: Sign, since: float, now: float) -> str | None:

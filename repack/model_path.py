@@ -53,9 +53,9 @@ def model_path(path: str | Path) -> Path:
     except LocalEntryNotFoundError as error:
         if folder.is_dir():
             raise CheckpointError(
-                f"{text}: expected a directory, because the folder {folder} is here, got none of that name in "
-                f"it ({_names_in(folder)}), nor a copy of a model of that name in the hub's local cache. Check "
-                f"the spelling. If the model on the hub is meant, run {fetch} first."
+                f"{text}: expected a directory, because the folder {folder} is here, got none of that name "
+                f"in it ({_names_in(folder)}), nor a copy of a model of that name in the hub's local cache. "
+                f"Check the spelling. If the model on the hub is meant, run {fetch} first."
             ) from error
         raise CheckpointError(
             f"{expected} no complete copy in the hub's local cache: {_first_line(error)} Where there is a "

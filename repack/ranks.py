@@ -96,7 +96,7 @@ class Ranks:
         return outcomes
 
     def _leave_together(self) -> None:
-        """Wait until no rank speaks any more: gloo aborts where a peer's connection closes in mid-sentence."""
+        """Wait until no rank speaks any more: gloo aborts where a connection closes in mid-sentence."""
         if self.attendance is not None:
             with suppress(MarlinMoEError):  # the rank that keeps the store may have gone, after all others
                 self.attendance.meet()
@@ -138,7 +138,7 @@ def ranks_from_environment() -> Iterator[Ranks]:
             store, _, _ = next(rendezvous("env://", timeout=LONGEST_MEETING))
         else:
             store = dist.distributed_c10d._get_default_store()
-        attendance = Attendance(dist.PrefixStore(f"marlin-moe/{next(_meetings)}", store), rank, size)
+        attendance = Attendance(store, rank, size, name=f"marlin-moe/{next(_meetings)}")
         attendance.meet()
         if ours:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=LONGEST_EXCHANGE)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from .packed.reader import PackedCheckpoint
 from .packed.records import LayerRecord
 from .packed.rest_files import read_tensor
 from .packed.restore import restored_blocks
+from .packed.resume import file_record, is_whole
 from .packed.source import SourceLayout
 from .packed.source_tensors import parts_of
 from .packed.tensor_writer import FilePlan, TensorWriter
@@ -102,7 +103,7 @@ def unpack_checkpoint(
             layers=len(opened.manifest.layers),
             files=len(run.layout.headers) + len(run.plain_files()),
             tensors=tensors,
-            resumed_files=run.journal.resumed_files,
+            resumed_files=len(run.resumed),
         )
 
 
@@ -113,6 +114,7 @@ class _Run:
     journal: Journal
     progress: Progress
     block_bytes: int
+    resumed: list[str] = field(default_factory=list)
 
     def write(self) -> int:
         """Every file that is not finished yet; the number of tensors."""
@@ -123,21 +125,19 @@ class _Run:
         ]
         tensors = sum(len(plan.entries) for plan in plans)
         if self.journal.completed:
-            self.journal.resumed_files = len(plans) + len(plain)
+            self.resumed.extend([*(plan.name for plan in plans), *plain])
             self.journal.complete()
             return tensors
         written = sum(plan.size_bytes for plan in plans) + self._plain_bytes(plain)
         self.progress.start(self.packed.manifest.size_bytes + written)
         self.packed.check_hashes(self.progress)
         for plan in plans:
-            if (done := self.journal.finished(plan.name)) is not None:
-                self.progress.advance(done["file"]["size_bytes"], plan.name)
-                continue
-            self._write_file(plan)
+            if not self._is_finished(plan.name):
+                self._write_file(plan)
         for name, content in plain.items():  # config.json last: without it a directory is no checkpoint
-            if (done := self.journal.finished(name)) is not None:
-                self.progress.advance(done["file"]["size_bytes"], name)
-            elif content is None:
+            if self._is_finished(name):
+                continue
+            if content is None:
                 record = copy_file(self.packed.path / name, self.journal, name, self.progress)
                 self.journal.finish(name, {"file": record.as_json()})
             else:
@@ -145,6 +145,14 @@ class _Run:
                 self.journal.finish(name, {"file": record.as_json()})
         self.journal.complete()
         return tensors
+
+    def _is_finished(self, name: str) -> bool:
+        """Whether an earlier run wrote a file whose every byte is still there."""
+        record = file_record(name, self.journal.finished(name) or {})
+        if record is None or not is_whole(self.journal.destination, record, self.progress):
+            return False
+        self.resumed.append(name)
+        return True
 
     def plain_files(self) -> Mapping[str, bytes | None]:
         """Name -> content of the other files; None for a companion that is copied."""
@@ -182,7 +190,7 @@ class _Run:
                 self._write_experts(writer, layer, of_layers.get(layer.module, []))
             self.progress.advance(len(plan.header), plan.name)
             record = writer.finish()
-        self.journal.finish(plan.name, {"file": record.as_json() | {"tensors": []}})
+        self.journal.finish(plan.name, {"file": record.as_json()})
 
     def _entries_of_layers(self, plan: FilePlan) -> dict[str, list[TensorEntry]]:
         found: dict[str, list[TensorEntry]] = {}

@@ -25,7 +25,6 @@ from .restore import RestoredBlock, restored_blocks
 from .source import SourceLayout, describe_source
 from .source_tensors import SourcePart, parts_of
 
-
 PART_BYTES = 256 << 20
 """Tensors that are no routed experts are compared in parts of this size, side by side."""
 
@@ -42,9 +41,7 @@ def source_comparisons(
     mine = {entry.name: entry for entry in rest_tensors(packed.checkpoint, modules)}
 
     def of_layer(layer: LayerRecord) -> Comparison:
-        return lambda: layer_problems(
-            packed.experts(layer), source, layer, progress, block_bytes=block_bytes
-        )
+        return lambda: layer_problems(packed.experts(layer), source, layer, progress, block_bytes=block_bytes)
 
     def of_rest(part: list[TensorEntry]) -> Comparison:
         return lambda: _rest_problems(packed, source, part, mine, progress)

@@ -1,6 +1,7 @@
 """All that a repack will write, before its first byte: layers and their files, rest files, companions."""
 
 import json
+import os
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from ...kernels.layer import WHOLE
 from ..blocks import TensorSpec, plan
 from ..check import expert_facts
 from ..checkpoint import CONFIG, INDEX, Checkpoint
-from ..errors import PackedError
+from ..errors import CheckpointError, PackedError
 from ..layers import MoELayerSource, moe_layers
 from ..pipeline import Pipeline
 from ..states import Context, ExpertFacts
@@ -21,6 +22,13 @@ from .records import LayerRecord
 from .rest_files import plan_rest_files, rest_tensors
 from .source import SourceRecord, describe_source
 from .tensor_writer import FilePlan
+
+Stamp = tuple[int, int, int]
+"""Of a file: bytes, time of its last change (mtime, ns) and of that of its inode (ctime, ns).
+
+The last one nobody sets: it tells of a file that was put in the place of another one, or changed and given
+its old mtime. The inode's own number would tell nothing more, and some file systems make it up.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +61,8 @@ class RepackPlan:
         companions: files to copy.
         contents: small files by name: configs, index, the source's headers.
         source: the fingerprint.
-        mtimes_ns: of every source file: one that changes during or between runs is an error.
+        stamps: of every source file: one that changes during a run is an error, and what was made of one
+            that changed since is looked at again.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -61,7 +70,7 @@ class RepackPlan:
     companions: Companions
     contents: dict[str, bytes]
     source: SourceRecord
-    mtimes_ns: dict[str, int]
+    stamps: dict[str, Stamp]
 
 
 def plan_repack(checkpoint: Checkpoint, *, device: torch.device, follow_links: bool) -> RepackPlan:
@@ -98,7 +107,7 @@ def plan_repack(checkpoint: Checkpoint, *, device: torch.device, follow_links: b
         companions=companions,
         contents=contents,
         source=record,
-        mtimes_ns=source_mtimes(checkpoint, companions),
+        stamps=source_stamps(checkpoint, companions),
     )
 
 
@@ -108,11 +117,25 @@ def index_text(weight_map: dict[str, str], total_bytes: int) -> bytes:
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def source_mtimes(checkpoint: Checkpoint, companions: Companions) -> dict[str, int]:
-    """File name -> time of its last change, of all that is read."""
+def source_stamps(checkpoint: Checkpoint, companions: Companions) -> dict[str, Stamp]:
+    """File name -> its stamp, of all that is read.
+
+    Raises:
+        CheckpointError: another file lies where one was opened.
+        OSError: one is gone.
+    """
     index = [INDEX] if checkpoint.index is not None else []
-    names = (CONFIG, *index, *checkpoint.files, *companions.names)
-    return {name: (checkpoint.path / name).stat().st_mtime_ns for name in names}
+    stamps = {}
+    for name in (CONFIG, *index, *checkpoint.files, *companions.names):
+        found = (checkpoint.path / name).stat()
+        opened = checkpoint.files.get(name)
+        if opened is not None and not os.path.samestat(os.fstat(opened.fileno()), found):
+            raise CheckpointError(
+                f"{checkpoint.path / name}: expected a source that stays as it is while it is repacked, got "
+                "another file in its place. Run it again."
+            )
+        stamps[name] = found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return stamps
 
 
 def offline_context(

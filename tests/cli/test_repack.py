@@ -103,7 +103,8 @@ def test_a_device_that_is_none_is_a_wrong_flag(tmp_path: Path, source: Source, d
 
 
 @pytest.mark.parametrize(
-    ("rank", "devices", "expected"), [(None, 4, "cuda"), ("3", 4, "cuda:3"), ("3", 1, "cuda:0"), ("2", 0, "cuda:0")]
+    ("rank", "devices", "expected"),
+    [(None, 4, "cuda"), ("3", 4, "cuda:3"), ("3", 1, "cuda:0"), ("2", 0, "cuda:0")],
 )
 def test_cuda_is_a_gpu_of_each_ranks_own(
     monkeypatch: pytest.MonkeyPatch, rank: str | None, devices: int, expected: str

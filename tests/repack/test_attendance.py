@@ -132,11 +132,15 @@ class Deaf:
         return getattr(self.store, name)
 
 
-@pytest.mark.parametrize(("hangs", "found"), [(False, "Connection reset by peer"), (True, "no answer for 1 s")])
+@pytest.mark.parametrize(
+    ("hangs", "found"), [(False, "Connection reset by peer"), (True, "no answer for 1 s")]
+)
 def test_a_store_that_is_lost(short: None, hangs: bool, found: str) -> None:
     with (
         present(Deaf(20, hangs=hangs), 2, range(1)) as here,
-        pytest.raises(MarlinMoEError, match=rf"expected the store .* got {found}.* The host that keeps it was"),
+        pytest.raises(
+            MarlinMoEError, match=rf"expected the store .* got {found}.* The host that keeps it was"
+        ),
     ):
         here[0].meet()
 

@@ -209,27 +209,10 @@ def test_a_header_that_cannot_be_written_leaves_no_descriptor(
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", fail)
         for _ in range(3):
-            with pytest.raises(PackedError, match="experts-0.*EIO"):
+            with pytest.raises(PackedError, match=r"experts-0.*EIO"):
                 repack_checkpoint(pair.source, packed, workers=1)
     assert os.listdir("/proc/self/fd") == before
     assert not packed.exists()
-
-
-def test_a_source_that_changes_between_runs_is_refused(
-    own_pair: Callable[[str], Any], tmp_path: Path
-) -> None:
-    source, packed = own_pair("plain").source, tmp_path / "new"
-    with pytest.raises(RuntimeError, match="stopped"):
-        repack_checkpoint(source, packed, workers=1, progress=StopAt("experts-1.safetensors"))
-    time.sleep(0.01)
-    flip_tensor_bit(source, "model.layers.1.mlp.experts.0.up_proj.weight_packed")  # sizes and headers stay
-    before = contents(packed)
-    with pytest.raises(PackedError, match=r"differs in mtimes_ns: the source is another one or was changed"):
-        repack_checkpoint(source, packed)
-    assert {n: d for n, d in contents(packed).items() if not n.startswith(WORK)} == {
-        n: d for n, d in before.items() if not n.startswith(WORK)
-    }
-    assert_unfinished(packed)
 
 
 def test_a_source_that_changes_during_the_run_is_an_error(
@@ -252,6 +235,8 @@ def test_a_source_that_changes_during_the_run_is_an_error(
     with pytest.raises(CheckpointError, match="expected a source that stays as it is"):
         repack_checkpoint(source, packed, progress=Change())
     assert_unfinished(packed)
+    repack_checkpoint(source, packed)
+    assert verify_checkpoint(packed, source).ok
 
 
 def test_values_that_no_layer_can_have_leave_nothing_that_loads(tmp_path: Path) -> None:
@@ -307,7 +292,7 @@ def test_a_destination_of_something_else_is_refused(pair_of: Callable[[str], Any
     for place, found in (
         (tmp_path / "mine", r"got 1 files or folders \(notes\.txt\)"),
         (tmp_path / "file", "expected a directory or nothing there, got a file"),
-        (pair.packed, "got a finished packed checkpoint"),
+        (pair_of("padded").packed, "got a finished packed checkpoint that differs from it"),
         (pair.source, "outside the source"),
         (pair.source / "packed", "outside the source"),
         (pair.source.parent, "outside"),
