@@ -60,6 +60,21 @@ def test_repack_as_json(tmp_path: Path, source: Source) -> None:
     assert report["packed_bytes"] == sum(f.stat().st_size for f in (tmp_path / "packed").iterdir())
 
 
+def test_repack_again_has_nothing_to_do(tmp_path: Path, source: Source, packed: Path) -> None:
+    arguments = ("repack", tmp_path / "source", packed)
+    result = run(*arguments)
+    assert result.exit_code == 0, result.stderr
+    summary, advice = result.stdout.splitlines()
+    assert summary.startswith(f"{packed}: already complete: 2 layers, ")
+    assert summary.endswith(f" of {tmp_path / 'source'}")
+    assert advice == f"prove it: marlin-moe verify {packed} {tmp_path / 'source'}"
+    assert json.loads(run(*arguments, "--json").stdout)["already_complete"] is True
+    write_checkpoint(tmp_path / "other", num_layers=1)
+    result = run("repack", tmp_path / "other", packed)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "differs from it" in result.stderr
+
+
 def test_a_refused_source_leaves_nothing_that_loads(tmp_path: Path, source: Source) -> None:
     drop_tensor(tmp_path / "source", f"{source.spec.module(1)}.3.gate_proj.weight_scale")
     result = run("repack", tmp_path / "source", tmp_path / "packed")
