@@ -17,7 +17,7 @@ from .packed.journal import Journal
 from .packed.make_files import FileMaker, FileTask, Records, layer_records, manifest_of
 from .packed.manifest import Manifest
 from .packed.names import MANIFEST
-from .packed.repack_plan import source_stamps
+from .packed.repack_plan import refuse_change, source_stamps
 from .packed.resume import kept
 from .progress import NoProgress
 from .ranks import Ranks
@@ -133,14 +133,7 @@ class RepackRun:
 
     def _refuse_changed_source(self) -> None:
         checkpoint, plan = self.maker.checkpoint, self.maker.plan
-        with system_errors(f"{checkpoint.path}: looking at its files again"):
-            now = source_stamps(checkpoint, plan.companions)
-        changed = [name for name, stamp in plan.stamps.items() if now.get(name) != stamp]
-        if changed:
-            raise CheckpointError(
-                f"{checkpoint.path}: expected a source that stays as it is while it is repacked, got "
-                f"a change of {shorten(changed)}. Run it again: what was made of that is looked at again."
-            )
+        refuse_change(checkpoint, plan.stamps, source_stamps(checkpoint, plan.companions))
 
     def _let_go(self) -> None:
         if not self.ranks.is_first:

@@ -1,7 +1,7 @@
 """All that a repack will write, before its first byte: layers and their files, rest files, companions."""
 
 import json
-import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,12 +9,14 @@ import torch
 from ...kernels.layer import WHOLE
 from ..blocks import TensorSpec, plan
 from ..check import expert_facts
-from ..checkpoint import CONFIG, INDEX, Checkpoint
+from ..checkpoint import CONFIG, INDEX, Checkpoint, shorten
 from ..errors import CheckpointError, PackedError
 from ..layers import MoELayerSource, moe_layers
 from ..pipeline import Pipeline
 from ..states import Context, ExpertFacts
+from ..tensor_file import Stamp, stamp_of
 from .companions import Companions, find_companions
+from .durable import system_errors
 from .integrity import expected_tensors
 from .layer_file import plan_layer_file
 from .names import SOURCE_CONFIG, SOURCE_FILES, is_packed, layer_files, packed_config
@@ -22,13 +24,6 @@ from .records import LayerRecord
 from .rest_files import plan_rest_files, rest_tensors
 from .source import SourceRecord, describe_source
 from .tensor_writer import FilePlan
-
-Stamp = tuple[int, int, int]
-"""Of a file: bytes, time of its last change (mtime, ns) and of that of its inode (ctime, ns).
-
-The last one nobody sets: it tells of a file that was put in the place of another one, or changed and given
-its old mtime. The inode's own number would tell nothing more, and some file systems make it up.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +80,20 @@ def plan_repack(checkpoint: Checkpoint, *, device: torch.device, follow_links: b
             f"{checkpoint.path}: expected a source checkpoint, got one that is already packed. Load it as "
             "it is, or unpack it."
         )
+    companions = find_companions(checkpoint, follow_links=follow_links)
+    stamps = source_stamps(checkpoint, companions)  # before anything is read again
+    refuse_change(checkpoint, {name: file.stamp for name, file in checkpoint.files.items()}, stamps)
     sources = moe_layers(checkpoint)
     names = layer_files(list(sources))
     layers = tuple(_plan_layer(source, names[module], device) for module, source in sources.items())
     rest = tuple(plan_rest_files(rest_tensors(checkpoint, list(sources))))
     record, layout = describe_source(checkpoint)
     config = (checkpoint.path / CONFIG).read_bytes()
-    companions = find_companions(checkpoint, follow_links=follow_links)
+    if (
+        json.loads(config) != checkpoint.config
+        or (layout.index and json.loads(layout.index)) != checkpoint.index
+    ):
+        raise changed_source(checkpoint, [CONFIG, INDEX])
     files = [*(layer.file for layer in layers), *rest]
     weight_map = {name: file.name for file in files for name in file.entries}
     total = sum(entry.nbytes for file in files for entry in file.entries.values())
@@ -107,7 +109,7 @@ def plan_repack(checkpoint: Checkpoint, *, device: torch.device, follow_links: b
         companions=companions,
         contents=contents,
         source=record,
-        stamps=source_stamps(checkpoint, companions),
+        stamps=stamps,
     )
 
 
@@ -121,21 +123,27 @@ def source_stamps(checkpoint: Checkpoint, companions: Companions) -> dict[str, S
     """File name -> its stamp, of all that is read.
 
     Raises:
-        CheckpointError: another file lies where one was opened.
-        OSError: one is gone.
+        PackedError: one is gone.
     """
     index = [INDEX] if checkpoint.index is not None else []
-    stamps = {}
-    for name in (CONFIG, *index, *checkpoint.files, *companions.names):
-        found = (checkpoint.path / name).stat()
-        opened = checkpoint.files.get(name)
-        if opened is not None and not os.path.samestat(os.fstat(opened.fileno()), found):
-            raise CheckpointError(
-                f"{checkpoint.path / name}: expected a source that stays as it is while it is repacked, got "
-                "another file in its place. Run it again."
-            )
-        stamps[name] = found.st_size, found.st_mtime_ns, found.st_ctime_ns
-    return stamps
+    names = (CONFIG, *index, *checkpoint.files, *companions.names)
+    with system_errors(f"{checkpoint.path}: looking at its files"):
+        return {name: stamp_of((checkpoint.path / name).stat()) for name in names}
+
+
+def refuse_change(checkpoint: Checkpoint, before: Mapping[str, Stamp], now: Mapping[str, Stamp]) -> None:
+    """Raise CheckpointError where a file of the source is not what it was."""
+    changed = [name for name, stamp in before.items() if now[name] != stamp]
+    if changed:
+        raise changed_source(checkpoint, changed)
+
+
+def changed_source(checkpoint: Checkpoint, names: list[str]) -> CheckpointError:
+    """The error of a source that does not stay as it is."""
+    return CheckpointError(
+        f"{checkpoint.path}: expected a source that stays as it is while it is repacked, got a change of "
+        f"{shorten(names)}. Run it again: what was made of that is looked at again."
+    )
 
 
 def offline_context(

@@ -33,9 +33,7 @@ def test_the_same_command_again_has_nothing_to_do(own_pair: Callable[[str], Any]
     assert stamps(pair.packed) == before
 
 
-def test_a_first_run_and_a_resumed_one_are_not_already_complete(
-    pair_of: Callable[[str], Any], tmp_path: Path
-) -> None:
+def test_a_first_run_is_not_already_complete(pair_of: Callable[[str], Any], tmp_path: Path) -> None:
     assert not repack_checkpoint(pair_of("plain").source, tmp_path / "packed").already_complete
 
 

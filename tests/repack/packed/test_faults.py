@@ -326,3 +326,28 @@ def test_a_destination_without_permission(pair_of: Callable[[str], Any], tmp_pat
         place.parent.mkdir(mode=0o500)
     with pytest.raises(PackedError, match=r"opening the destination failed: .*errno \d+\)"):
         repack_checkpoint(pair_of("plain").source, place)
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00003.safetensors", "config.json"])
+def test_a_source_that_changes_after_it_was_opened(
+    own_pair: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Its headers were read before, its bytes are after: neither is the whole source."""
+    from marlin_moe.repack import store
+    from marlin_moe.repack.checkpoint import Checkpoint
+
+    source = own_pair("plain").source
+
+    class OpenedTooEarly(Checkpoint):
+        def __init__(self, *args: Any, **named: Any) -> None:
+            super().__init__(*args, **named)
+            time.sleep(0.02)
+            content = (source / name).read_bytes()
+            (source / name).write_bytes(
+                content.replace(b'"silu"', b'"gelu"') if name == "config.json" else content
+            )
+
+    monkeypatch.setattr(store, "Checkpoint", OpenedTooEarly)
+    with pytest.raises(CheckpointError, match=rf"stays as it is .* got a change of {name}"):
+        repack_checkpoint(source, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
