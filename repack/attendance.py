@@ -85,10 +85,26 @@ class Attendance:
             self._pause = BEAT_S
 
     def end(self, *, early: bool) -> None:
-        """No more signs. After an early end the others do not wait for this rank."""
+        """No more signs. After an early end the others do not wait for this rank.
+
+        Rank 0, which may keep the store, goes last, if the others go soon.
+        """
+        if self._rank == 0:
+            self._see_others_off()
         self._gone, self._ended = early, True
+        self._steps += 1
         self._hurry.set()
         self._thread.join(timeout=BEAT_S)
+
+    def _see_others_off(self) -> None:
+        deadline = time.monotonic() + BEAT_S
+        self._pause = 0.01
+        self._hurry.set()
+        with self._news:
+            while time.monotonic() < deadline and self._failure is None:
+                if all(self._sign(r).gone or self._sign(r).steps > self._steps for r in range(1, self._size)):
+                    break
+                self._news.wait(timeout=WAITING_BEAT_S)
 
     def _wait(self) -> None:
         rounds, round_at = self._rounds, time.monotonic()
@@ -112,7 +128,7 @@ class Attendance:
         return self._heard.get(rank, UNHEARD)
 
     def _store_lost(self) -> MarlinMoEError:
-        found = self._failure or f"no answer for {LONGEST_SILENCE_S:.0f} s"
+        found = first_line(self._failure) if self._failure else f"no answer for {LONGEST_SILENCE_S:.0f} s"
         return MarlinMoEError(
             f"rank {self._rank} of {self._size}: expected the store of torch.distributed, which rank 0 or "
             f"torchrun keeps, to answer, got {found}. The host that keeps it was lost. Run the same command "
@@ -152,6 +168,11 @@ class Attendance:
         self._store.set(self._keys[self._rank], mine.as_text())
         heard = {rank: key for rank, key in enumerate(self._keys) if self._store.check([key])}
         return {rank: Sign.from_text(self._store.get(key).decode()) for rank, key in heard.items()}
+
+
+def first_line(error: Exception) -> str:
+    """What torch.distributed says, without its stack."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _reason(sign: Sign, since: float, now: float) -> str | None:

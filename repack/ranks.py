@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from .attendance import LONGEST_MEETING_S, LONGEST_SILENCE_S, Attendance
+from .attendance import LONGEST_MEETING_S, LONGEST_SILENCE_S, Attendance, first_line
 from .errors import MarlinMoEError
 
 LONGEST_MEETING = timedelta(seconds=LONGEST_MEETING_S)
@@ -90,8 +90,8 @@ class Ranks:
             dist.all_gather_object(outcomes, mine, group=self.group)
         except RuntimeError as error:
             raise MarlinMoEError(
-                f"rank {self.rank}: expected to hear from all {self.size} ranks, got {error}. A rank was "
-                "lost. Run the same command again: it completes what is missing."
+                f"rank {self.rank}: expected to hear from all {self.size} ranks, got {first_line(error)}. "
+                "A rank was lost. Run the same command again: it completes what is missing."
             ) from error
         return outcomes
 
@@ -150,8 +150,8 @@ def ranks_from_environment() -> Iterator[Ranks]:
             raise
         raise MarlinMoEError(
             f"rank {rank} of {size}: expected to meet the others at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, got {error}. Start all ranks with one "
-            "torchrun, or one rendezvous."
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, got {first_line(error)}. "
+            "Start all ranks with one torchrun, or one rendezvous."
         ) from error
     early = True
     try:
