@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .checkpoint import shorten
 from .errors import CheckpointError
-from .packed.already import already_made
+from .packed.already import already_packed
 from .packed.companions import write_content
 from .packed.durable import comes_true, fsync_directory, read_regular, system_errors
 from .packed.journal import Journal
@@ -86,7 +86,7 @@ class RepackRun:
     def _already_made(self) -> Manifest | None:
         if not self.ranks.is_first:
             return None
-        manifest = already_made(self.maker, self.progress, workers=self.workers)
+        manifest = already_packed(self.maker, self.progress, workers=self.workers)
         self.journal.complete()
         return manifest
 

@@ -10,6 +10,7 @@ from .blocks import STREAM_BYTES
 from .checkpoint import CONFIG, INDEX, shorten
 from .errors import PackedError
 from .model_path import model_path
+from .packed.already import refuse_other_source
 from .packed.companions import copy_file, write_content
 from .packed.durable import COPY_BYTES, digest
 from .packed.journal import Journal, refuse_nested
@@ -24,6 +25,7 @@ from .packed.source_tensors import parts_of
 from .packed.tensor_writer import FilePlan, TensorWriter
 from .progress import NoProgress, Progress
 from .tensor_file import TensorEntry, tensor_bytes
+from .workers import SharedProgress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,7 @@ class UnpackReport:
         files: files written: safetensors, index, config, companions.
         tensors: tensors in them.
         resumed_files: finished by an earlier run and left as they were.
+        already_complete: an earlier run had finished all of them.
     """
 
     packed: str
@@ -50,6 +53,7 @@ class UnpackReport:
     files: int
     tensors: int
     resumed_files: int
+    already_complete: bool
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -72,8 +76,8 @@ def unpack_checkpoint(
 
     Args:
         packed: a packed checkpoint.
-        dst: a directory that does not exist, is empty, or holds an interrupted unpacking of the same
-            checkpoint.
+        dst: a directory that does not exist, is empty, or holds an interrupted or a finished unpacking of the
+            same checkpoint.
         block_bytes: packed bytes that one block of experts holds.
         progress: follows the bytes of the hash check and those written.
 
@@ -88,8 +92,8 @@ def unpack_checkpoint(
         run = _Run(
             packed=opened,
             layout=SourceLayout.read(path, opened.manifest.source),
-            journal=Journal(destination, _identity(opened)),
-            progress=progress or NoProgress(),
+            journal=Journal(destination, _identity(opened), last_file=CONFIG),
+            progress=SharedProgress(progress or NoProgress()),
             block_bytes=block_bytes,
         )
         with run.journal:
@@ -104,6 +108,7 @@ def unpack_checkpoint(
             files=len(run.layout.headers) + len(run.plain_files()),
             tensors=tensors,
             resumed_files=len(run.resumed),
+            already_complete=run.journal.completed,
         )
 
 
@@ -112,7 +117,7 @@ class _Run:
     packed: PackedCheckpoint
     layout: SourceLayout
     journal: Journal
-    progress: Progress
+    progress: SharedProgress
     block_bytes: int
     resumed: list[str] = field(default_factory=list)
 
@@ -125,6 +130,9 @@ class _Run:
         ]
         tensors = sum(len(plan.entries) for plan in plans)
         if self.journal.completed:
+            refuse_other_source(
+                self.packed, self.journal.destination, self.progress, block_bytes=self.block_bytes
+            )
             self.resumed.extend([*(plan.name for plan in plans), *plain])
             self.journal.complete()
             return tensors

@@ -28,5 +28,5 @@ In dependency order:
     load            packed checkpoint -> layers
     make_files      the files of a repack, each made by itself
     resume          what an earlier run finished, looked at again before it is kept
-    already         a finished packed checkpoint where one is to be made
+    already         a finished checkpoint where one is to be made
 """

@@ -183,6 +183,15 @@ def test_unpack_gives_the_source_again(tmp_path: Path, source: Source, packed: P
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "source" / name).read_bytes()
 
 
+def test_unpack_again_has_nothing_to_do(tmp_path: Path, source: Source, packed: Path) -> None:
+    assert run("unpack", packed, tmp_path / "again").exit_code == 0
+    result = run("unpack", packed, tmp_path / "again")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith(
+        f"{tmp_path / 'again'}: already complete: 2 layers, {len(source.tensors)} "
+    )
+
+
 def test_unpack_as_json(tmp_path: Path, source: Source, packed: Path) -> None:
     report = json.loads(run("unpack", packed, tmp_path / "again", "--json").stdout)
     assert report["tensors"] == len(source.tensors)
