@@ -91,8 +91,9 @@ class Attendance:
         """
         if self._rank == 0:
             self._see_others_off()
+        if not early:
+            self._steps += 1  # beyond the last call: rank 0 sees that this rank has left
         self._gone, self._ended = early, True
-        self._steps += 1
         self._hurry.set()
         self._thread.join(timeout=BEAT_S)
 
