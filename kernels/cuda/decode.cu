@@ -4,9 +4,9 @@
 // The constants that the build gives are listed in decode_shape.cuh.
 #include <cooperative_groups.h>
 
-#include "decode_exchange.cuh"
 #include "decode_producer.cuh"
 #include "decode_tokens.cuh"
+#include "decode_total.cuh"
 
 struct Block {  // what all of it needs
   const MoEArgs& args;
