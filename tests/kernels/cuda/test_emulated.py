@@ -33,6 +33,7 @@ DECODE = [
     MoECase(
         tokens=50, num_experts=33, top_k=4, hidden_size=128, padded_intermediate_size=128, group_size=128
     ),
+    MoECase(tokens=70, num_experts=33, top_k=4, hidden_size=128, padded_intermediate_size=64),  # > 256 slots
 ]
 GENERAL = [
     MoECase(**SMALL, tokens=33, symmetric=False, biased=True, activation="swiglu_oai", routing="holes"),
