@@ -9,7 +9,7 @@ import torch
 
 from marlin_moe.kernels.plan import cuda_moe, decode, prefill
 from marlin_moe.kernels.plan.decode import DecodeVariant
-from marlin_moe.kernels.plan.estimate import active_experts, decode_ns, prefill_ns
+from marlin_moe.kernels.plan.estimate import active_experts, decode_ns, prefill_ns, token_tiles
 from marlin_moe.kernels.plan.paths import LEAST_ITEMS, Path, choose_path, row_ranges
 from marlin_moe.kernels.plan.prefill import PrefillVariant
 from marlin_moe.kernels.plan.problem import LayerFacts, MatrixFacts
@@ -169,7 +169,8 @@ def test_without_decode_prefill_begins_where_the_device_is_full(name: str, first
 
 
 @pytest.mark.parametrize(
-    ("name", "last"), [("kimi tp8", 2048), ("kimi ep8", 2048), ("qwen3", 2048), ("mixtral", 216)]
+    ("name", "last"),
+    [("kimi tp8", 1536), ("kimi ep8", 1536), ("deepseek tp8", 1024), ("qwen3", 512), ("mixtral", 32)],
 )
 def test_decode_ends_where_it_must_or_where_prefill_is_faster(
     name: str, last: int, monkeypatch: pytest.MonkeyPatch
@@ -186,9 +187,8 @@ def test_decode_ends_where_it_must_or_where_prefill_is_faster(
 
 MEASURED_US: dict[Any, dict[str, dict[int, float]]] = {
     decode_ns: {
-        "kimi tp8": {1: 19.6, 2: 27.8, 4: 40, 8: 64, 16: 100, 32: 167, 64: 240, 128: 314},
-        "qwen3": {1: 18.5, 2: 22.0, 4: 32.1, 8: 47.7, 32: 88.4},
-        "kimi ep8": {1: 22.6, 8: 65.2},
+        "kimi tp8": {1: 17.0, 2: 25.3, 4: 37.2, 8: 57.6, 16: 92, 32: 153, 64: 232, 128: 308},
+        "qwen3": {1: 16.5, 2: 20.4, 4: 29.4, 8: 45.3, 16: 63.8, 32: 83.5, 64: 98.1, 128: 136},
     },
     prefill_ns: {
         "kimi tp8": {256: 382, 512: 406, 1024: 464, 2048: 627, 4096: 910, 8192: 1743},
@@ -215,3 +215,16 @@ def test_active_experts_are_those_that_some_row_reaches() -> None:
         ids = torch.randint(384, (200, rows), generator=made)
         here = torch.stack([(row[row < 48].unique().numel() * torch.ones(())) for row in ids]).mean()
         assert abs(active_experts(LAYERS["kimi ep8"], rows=rows) - max(1.0, here.item())) < 1
+
+
+@pytest.mark.parametrize("name", ["tiny", "kimi ep8", "one expert", "one expert of many"])
+def test_token_tiles_are_those_of_random_routing(name: str) -> None:
+    facts = LAYERS[name]
+    made = torch.Generator().manual_seed(0)
+    few = (rows for rows in (1, 8, 32, 65, 300, 2048) if rows <= decode.max_rows(facts))
+    for rows, tile in itertools.product(few, decode.TOKEN_TILES):
+        ids = torch.randint(facts.num_global_experts, (2000, rows), generator=made)
+        counts = torch.stack([(ids == expert).sum(1) for expert in range(facts.num_experts)])
+        tiles = (-(-counts // tile)).sum(0).double()
+        error = 4 * float(tiles.std()) / 2000**0.5 + 0.001
+        assert abs(token_tiles(facts, rows=rows, tile=tile) - float(tiles.mean())) < error, (rows, tile)
