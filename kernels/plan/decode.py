@@ -3,20 +3,14 @@
 One block per multiprocessor with rings of stages that run ahead. A stage is eight blocks of 64 columns times
 256 / bits inputs: 16 KiB of words, and their scales and zero points. Sizes are those of
 `cuda/decode_shape.cuh`.
-
-The path is off unless MARLIN_MOE_DECODE=1: it has been compiled for every format, and run in a few only.
 """
 
-import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..errors import MarlinMoEError
 from .problem import LayerFacts, MatrixFacts
 from .variant import KernelVariant, form_of
 
-SWITCH = "MARLIN_MOE_DECODE"
-ON = os.environ.get(SWITCH) == "1"  # for the life of the process: workspaces are planned by it
 MAX_SLOTS = 2048  # as in cuda/decode_route.cuh
 MAX_EXPERTS = 1024  # their counts lie where tokens and activations come later
 MAX_NUMBERS = 2**22 - 1
@@ -105,26 +99,12 @@ class DecodeVariant(KernelVariant):
         return -(-slots // most)
 
 
-def check_switch() -> None:
-    """Whether the variable says what it may.
-
-    Raises:
-        MarlinMoEError: it says something else than 0 or 1.
-    """
-    value = os.environ.get(SWITCH, "")
-    if value not in ("", "0", "1"):
-        raise MarlinMoEError(
-            f"{SWITCH}: expected 1 (few rows run through the decode path) or 0, got {value!r}. Unset it to "
-            "leave that path off."
-        )
-
-
 def max_rows(facts: LayerFacts) -> int:
     """The most rows that the decode path runs of a layer; 0 where it runs none.
 
     No more than make `MAX_NUMBERS` where each is a token tile by itself.
     """
-    if not ON or facts.num_experts > MAX_EXPERTS:
+    if facts.num_experts > MAX_EXPERTS:
         return 0
     of_a_tile = max(tile_slots(facts.w13), tile_slots(facts.w2))
     return min(MAX_SLOTS, max(TOKEN_TILES.values()) * facts.num_global_experts, MAX_NUMBERS // of_a_tile)

@@ -17,11 +17,6 @@ STATIC_BYTES = 4096  # what the kernel has beside its dynamic shared memory, at 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a", "sm_199a")
 
 
-@pytest.fixture(autouse=True)
-def on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "ON", True)
-
-
 def facts(**changes: Any) -> LayerFacts:
     return LayerFacts.of(random_layer(**changes))
 
@@ -51,14 +46,6 @@ def test_few_rows_take_the_decode_path_and_more_the_general_one() -> None:
     assert chosen[24 - 1].token_tile == 8
     assert chosen[25 - 1].token_tile == 16
     assert (chosen[192 - 1].kernel, chosen[193 - 1].kernel) == ("decode", "moe")
-
-
-def test_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = facts()
-    asked = cuda_moe.plan_workspace(layer, rows=8, blocks=264, arch="sm_90a")
-    monkeypatch.setattr(decode, "ON", False)
-    assert not any(isinstance(variant, DecodeVariant) for variant in cuda_moe.variants(layer, "sm_90a"))
-    assert cuda_moe.plan_workspace(layer, rows=8, blocks=264, arch="sm_90a").nbytes < asked.nbytes
 
 
 def test_variants_are_what_is_chosen_in_the_order_of_rows() -> None:

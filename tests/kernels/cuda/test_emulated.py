@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,13 +42,11 @@ GENERAL = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where kernels are compiled, with the decode path on."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where kernels are compiled."""
     if COMPILER is None:
         pytest.skip("no C++ compiler")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "ON", True)
-        yield tmp_path_factory.mktemp("emulated")
+    return tmp_path_factory.mktemp("emulated")
 
 
 def decode_variant(case: MoECase, facts: LayerFacts) -> KernelVariant:
