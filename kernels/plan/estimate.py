@@ -4,7 +4,9 @@ Fitted by hand to the figures in `benchmarks/notes.md` (H200, graph replay, cold
 within 15 %. Routing is taken to be even.
 """
 
-from . import decode
+import math
+
+from . import decode, prefill
 from .problem import LayerFacts, MatrixFacts
 
 BYTES_PER_NS = 4300  # of memory, reading
@@ -20,8 +22,10 @@ with int4 in bf16; 32, which has one team of warps instead of two, is a guess.""
 
 MULTIPROCESSORS = 132
 
-PREFILL_FIXED_NS, PREFILL_WEIGHTS_PERCENT, PREFILL_SHOWN_PERCENT = 30_000, 125, 35
+PREFILL_FIXED_NS, PREFILL_WEIGHTS_PERCENT, PREFILL_SHOWN_PERCENT = 26_000, 118, 35
 """Of a prefill call, the same; and how much is seen of weights or products, whichever takes less."""
+
+MOST_FOR_ROUNDS = 1.65  # fewer items than blocks still read faster than their share of the blocks
 
 
 def decode_ns(facts: LayerFacts, *, rows: int) -> int:
@@ -37,13 +41,28 @@ def decode_ns(facts: LayerFacts, *, rows: int) -> int:
 
 
 def prefill_ns(facts: LayerFacts, *, rows: int) -> int:
-    """The prefill path's time for `rows` rows; not measured below M = 256."""
+    """The prefill path's time for `rows` rows.
+
+    Weights are read as fast as memory allows while every block has a work item: the last round of items of each
+    GEMM takes as long as a full one.
+    """
     here = _rows_here(facts, rows)
-    weights = _weights_ns(facts, active_experts(facts, rows=rows)) * PREFILL_WEIGHTS_PERCENT // 100
+    tile = prefill.choose_tile(-(-rows // facts.num_global_experts))
+    tiles = token_tiles(facts, rows=rows, tile=tile.rows)
+    experts = active_experts(facts, rows=rows)
+    weights = sum(
+        _matrix_ns(matrix, experts) * _rounds(tiles * columns, MULTIPROCESSORS * tile.blocks_per_sm)
+        for matrix, columns in zip((facts.w13, facts.w2), prefill.column_tiles(facts), strict=True)
+    )
     products = 2 * here * sum(m.size_k * m.size_n for m in (facts.w13, facts.w2)) // FLOP_PER_NS
-    less, more = sorted((weights, products))
+    less, more = sorted((round(weights) * PREFILL_WEIGHTS_PERCENT // 100, products))
     slots = 4 * here * facts.hidden_size // BYTES_PER_NS  # written by GEMM 2 and read by the sum
     return PREFILL_FIXED_NS + more + less * PREFILL_SHOWN_PERCENT // 100 + slots
+
+
+def _rounds(items: float, blocks: int) -> float:
+    """By how much longer a GEMM takes because its last round is not full."""
+    return min(MOST_FOR_ROUNDS, math.ceil(items / blocks) * blocks / items)
 
 
 def active_experts(facts: LayerFacts, *, rows: int) -> int:
@@ -71,7 +90,11 @@ def _rows_here(facts: LayerFacts, rows: int) -> int:
 
 
 def _weights_ns(facts: LayerFacts, experts: int) -> int:
-    return experts * (_expert_bytes(facts.w13) + _expert_bytes(facts.w2)) // BYTES_PER_NS
+    return sum(_matrix_ns(matrix, experts) for matrix in (facts.w13, facts.w2))
+
+
+def _matrix_ns(matrix: MatrixFacts, experts: int) -> int:
+    return experts * _expert_bytes(matrix) // BYTES_PER_NS
 
 
 def _expert_bytes(matrix: MatrixFacts) -> int:
