@@ -43,8 +43,8 @@ def decode_ns(facts: LayerFacts, *, rows: int) -> int:
 def prefill_ns(facts: LayerFacts, *, rows: int) -> int:
     """The prefill path's time for `rows` rows.
 
-    Weights are read as fast as memory allows while every block has a work item: the last round of items of each
-    GEMM takes as long as a full one.
+    Weights are read as fast as memory allows while every block has a work item: the last round of items of
+    each GEMM takes as long as a full one.
     """
     here = _rows_here(facts, rows)
     tile = prefill.choose_tile(-(-rows // facts.num_global_experts))
