@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from marlin_moe.kernels.plan import paths
+from marlin_moe.kernels.plan.paths import Path
 from places import TOKENS, Place
 
 PLACES = [
@@ -14,6 +16,18 @@ PLACES = [
         id="cuda",
         marks=pytest.mark.gpu,
     ),
+    pytest.param(
+        Place(
+            device="cuda",
+            backend="cuda",
+            path=Path.GENERAL,
+            tokens=(0, 1, 8, 33, 100, 513),
+            num_experts=16,
+            hidden_size=512,
+        ),
+        id="cuda-general",  # which few layers take on Hopper, and most on other devices
+        marks=pytest.mark.gpu,
+    ),
 ]
 
 
@@ -21,6 +35,14 @@ PLACES = [
 def place(request: pytest.FixtureRequest) -> Place:
     chosen: Place = request.param
     return chosen
+
+
+@pytest.fixture(autouse=True)
+def forced_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows take the path of the place, if it has one."""
+    if "place" in request.fixturenames and (path := request.getfixturevalue("place").path) is not None:
+        ranges = (paths.RowRange(path=path, first=1, last=None),)
+        monkeypatch.setattr(paths, "_all_ranges", lambda facts, arch, decode_most: ranges)
 
 
 @pytest.fixture(autouse=True)
