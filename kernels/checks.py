@@ -50,7 +50,7 @@ def expert_indices(experts: object, num_experts: int) -> torch.Tensor:
         if len(small) != len(experts):
             wrong = next(value for value in experts if not 0 <= value < num_experts)
             raise _outside(wrong, num_experts)
-        return torch.tensor(small, dtype=torch.int64)
+        return torch.tensor(small, dtype=torch.int64, device="cpu")
     if not isinstance(experts, torch.Tensor):
         found = f"{type(experts).__name__} {_short(experts)}"
         raise TypeError(f"experts: expected a list or tensor of local indices, got {found}.")

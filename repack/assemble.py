@@ -34,8 +34,8 @@ def expert_map(num_experts: int, ep: Shard, device: torch.device) -> torch.Tenso
     if ep.size == 1:
         return None
     start, stop = ep.bounds(num_experts)
-    mapped = torch.full((num_experts,), -1, dtype=torch.int32)
-    mapped[start:stop] = torch.arange(stop - start, dtype=torch.int32)
+    mapped = torch.full((num_experts,), -1, dtype=torch.int32, device="cpu")
+    mapped[start:stop] = torch.arange(stop - start, dtype=torch.int32, device="cpu")
     return mapped.to(device)
 
 

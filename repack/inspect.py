@@ -177,7 +177,7 @@ def _sample(checkpoint: Checkpoint, experts: ExpertTensors, key: str) -> torch.T
     if isinstance(experts.source, FusedSource):
         tensor, expert, role = experts.source.find(key)
         name, (start, count) = experts.full_name(tensor.key), tensor.stretch(expert, role)
-    sample = torch.empty(min(count, SAMPLE_BYTES // dtype.itemsize), dtype=dtype)
+    sample = torch.empty(min(count, SAMPLE_BYTES // dtype.itemsize), dtype=dtype, device="cpu")
     checkpoint.read_part_into(name, start, sample)
     return sample
 

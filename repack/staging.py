@@ -32,7 +32,7 @@ class HostMemory:
 
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         self._pinned = pinned
-        self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self._used_bytes = 0
 
     def clear(self) -> None:
@@ -48,7 +48,7 @@ class HostMemory:
         nbytes = math.prod(shape) * dtype.itemsize
         start, self._used_bytes = self._used_bytes, self._used_bytes + aligned(nbytes)
         if self._used_bytes > self._memory.numel():
-            return torch.empty(shape, dtype=dtype, pin_memory=self._pinned)
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._pinned)
         return self._memory[start : start + nbytes].view(dtype).view(shape)
 
 

@@ -150,7 +150,7 @@ class ExpertTensors:
     def read(self, key: str) -> torch.Tensor:
         """A new CPU tensor with the values at `key` below the module."""
         dtype, shape = self.shapes[key]
-        out = torch.empty(shape, dtype=dtype)
+        out = torch.empty(shape, dtype=dtype, device="cpu")
         self.read_into(key, out)
         return out
 

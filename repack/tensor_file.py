@@ -113,7 +113,7 @@ class TensorFile:
     def read(self, name: str) -> torch.Tensor:
         """A new CPU tensor with the bytes of tensor `name`."""
         entry = self.entries[name]
-        out = torch.empty(entry.shape, dtype=entry.torch_dtype)
+        out = torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu")
         self.read_into(name, out)
         return out
 

@@ -97,7 +97,7 @@ class _CudaSlot(_Slot):
             for name, held in self.memory.items():
                 pinned = self._pinned.get(name)
                 if pinned is None or pinned.shape[0] < held.shape[0]:
-                    pinned = torch.empty(held.shape, dtype=held.dtype, pin_memory=True)
+                    pinned = torch.empty(held.shape, dtype=held.dtype, device="cpu", pin_memory=True)
                     self._pinned[name] = pinned
                 pinned[:count].copy_(held[:count], non_blocking=True)
                 held.record_stream(self._stream)

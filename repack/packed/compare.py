@@ -146,7 +146,7 @@ def _part_problems(source: Checkpoint, restored: RestoredBlock, part: SourcePart
     except CheckpointError as error:
         yield Problem(name=entry.name, message=str(error), expert=part.expert)
         return
-    original = torch.empty(part.shape, dtype=entry.torch_dtype)
+    original = torch.empty(part.shape, dtype=entry.torch_dtype, device="cpu")
     place = entry.offset_bytes + part.first_byte
     source.files[entry.file].read_bytes(place, tensor_bytes(original), what=entry.name)
     problem = first_difference(
@@ -184,7 +184,7 @@ def _rest_problems(
     progress: Progress,
 ) -> Iterator[Problem]:
     """Tensors of the source that both have, byte for byte."""
-    buffers = torch.empty(COPY_BYTES, dtype=torch.uint8), torch.empty(COPY_BYTES, dtype=torch.uint8)
+    buffers = [torch.empty(COPY_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2)]
     for entry in entries:
         name = entry.name
         progress.advance(entry.nbytes, name)

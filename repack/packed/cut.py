@@ -86,7 +86,7 @@ class Cut:
 
     def _read(self, source: PackedSource, name: str, block: range) -> torch.Tensor:
         dtype, shape = self.experts.shapes[f"0.{name}"]
-        whole = torch.empty((len(block), *shape), dtype=dtype)
+        whole = torch.empty((len(block), *shape), dtype=dtype, device="cpu")
         source.read_experts(name, block.start, whole)
         return whole
 
@@ -117,8 +117,8 @@ class Cut:
         """The packed groups of w2 that the rank's `count` groups are."""
         source, own = self.facts.w2.group_size, self.result.w2.group_size
         if source is None or own is None:
-            return torch.zeros(count, dtype=torch.int64)
-        return (start + torch.arange(count) * own) // source
+            return torch.zeros(count, dtype=torch.int64, device="cpu")
+        return (start + torch.arange(count, device="cpu") * own) // source
 
     def _converted(self, name: str, tensor: torch.Tensor, block: range) -> torch.Tensor:
         if name not in CONVERTED:

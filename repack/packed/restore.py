@@ -106,7 +106,7 @@ def source_order(fields: Mapping[str, torch.Tensor], facts: ExpertFacts) -> dict
         ("w2", facts.w2, facts.intermediate_size, second),
     ):
         words = out[f"{matrix}_weight_packed"]
-        groups = torch.arange(size_k) // (form.group_size or size_k)
+        groups = torch.arange(size_k, device="cpu") // (form.group_size or size_k)
         groups = groups.expand(words.shape[0], -1).contiguous()  # [B, K]
         if order is not None:
             place = order.long()

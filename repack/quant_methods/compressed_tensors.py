@@ -97,7 +97,7 @@ class CompressedTensors:
 
     def stored(self, field: Field, canonical: torch.Tensor | None, form: PackedForm) -> torch.Tensor:
         """As it is; `weight_shape` is (N, K)."""
-        return torch.tensor((form.size_n, form.size_k)) if canonical is None else canonical
+        return torch.tensor((form.size_n, form.size_k), device="cpu") if canonical is None else canonical
 
 
 def match_groups(config: Mapping[str, Any], module: str, names: tuple[str, ...]) -> dict[str, str | None]:

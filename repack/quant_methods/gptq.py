@@ -121,9 +121,8 @@ class GPTQ:
     def stored(self, field: Field, canonical: torch.Tensor | None, form: PackedForm) -> torch.Tensor:
         """Turned back, zero points as this format stores them, and narrowed where they had been widened."""
         if canonical is None:  # symmetric: every zero point is the middle
-            zeros = torch.full(
-                (*field.shape[:-1], form.size_n), 2 ** (form.scheme.bits - 1) - form.scheme.zero_offset
-            )
+            middle = 2 ** (form.scheme.bits - 1) - form.scheme.zero_offset
+            zeros = torch.full((*field.shape[:-1], form.size_n), middle, device="cpu")
             return pack_fields(zeros, bits=form.scheme.bits)
         if field.becomes in ("weight_g_idx", "weight_bias"):
             return canonical
