@@ -40,6 +40,7 @@ def assert_close_to_exact(model: Any, reference: Any) -> None:
     assert torch.equal(found.argmax(-1)[clear], expected.argmax(-1)[clear])
 
 
+@pytest.mark.filterwarnings("ignore:scales are converted once")  # AWQ's are fp16
 @pytest.mark.parametrize("folder", checkpoint_folders(), ids=lambda path: path.name)
 def test_checkpoints_of_the_public_tools_in_bf16(folder: Path) -> None:
     model = load_model(folder, device="cuda", dtype=torch.bfloat16)
