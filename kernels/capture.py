@@ -1,10 +1,12 @@
-"""Calls of the driver that a stream capture would forbid, and that touch no stream: `calls_allowed_in_capture`."""
+"""Calls of the driver that a capture would forbid, and that touch no stream: `calls_allowed_in_capture`."""
 
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from .errors import DriverError
 
 RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED, and HIP's."""
@@ -32,5 +34,8 @@ def _exchange(mode: int) -> int:
     value = ctypes.c_int(mode)
     code = exchange(ctypes.byref(value))
     if code:
-        raise RuntimeError(f"capture: expected the driver to exchange the capture mode, got error {code}.")
+        raise DriverError(
+            f"capture: expected the driver to let kernels be loaded, got its error {code}. Call the layer "
+            "once before the capture."
+        )
     return value.value

@@ -4,11 +4,11 @@
     x -- first_gemm --> activations -- second_gemm --> a row per slot -- add_slots --> out
 
 Every sum has one order and nothing is added atomically, so the same call gives the same bits. Kernels are
-compiled by their first call. With TRITON_INTERPRET=1 they run on a CPU, in float32 or float16, to be looked at.
+compiled by the first call that needs them. With TRITON_INTERPRET=1 they run on a CPU, to be looked at.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +16,10 @@ import torch
 from ..arguments import MoEArguments
 from ..capture import calls_allowed_in_capture
 from ..device import reason_against_triton, triton_is_interpreted
+from ..errors import BackendError, MarlinMoEError
 from ..matrix import MarlinMatrix
 from ..plan import triton_moe as planner
-from ..plan.problem import LayerFacts
-from ..plan.problem import MoEProblem
+from ..plan.problem import LayerFacts, MoEProblem
 from ..plan.reference import plan_moe
 from ..plan.triton_moe import Tiles
 from ..scratch import Lease
@@ -65,12 +65,24 @@ def run(arguments: MoEArguments, out: torch.Tensor, lease: Lease) -> None:
 
 @contextmanager
 def _launching(device: torch.device) -> Iterator[None]:
-    """Launches go to the device; one that loads its kernel first may do so while the stream is captured."""
-    if device.type != "cuda":  # the interpreter
-        yield
-        return
-    with torch.cuda.device(device), calls_allowed_in_capture():
-        yield
+    """Launches go to the device; one that loads its kernel first may do so while the stream is captured.
+
+    Raises:
+        BackendError: Triton does not compile or launch a kernel.
+    """
+    try:
+        with ExitStack() as stack:
+            if device.type == "cuda":  # else the interpreter
+                stack.enter_context(torch.cuda.device(device))
+                stack.enter_context(calls_allowed_in_capture())
+            yield
+    except MarlinMoEError:
+        raise
+    except Exception as error:  # Triton's own types are many and change
+        raise BackendError(
+            f"backend triton: expected Triton to compile and launch its kernels on {device}, got "
+            f"{type(error).__name__}: {error}. Choose another backend=."
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

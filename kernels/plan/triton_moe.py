@@ -40,7 +40,6 @@ TILES = (
     Tiles(tokens=16, columns=64, num_stages=5),
     Tiles(tokens=32, columns=64, num_stages=4),
     Tiles(tokens=64, columns=128),
-    Tiles(tokens=128, columns=128),
 )
 """By an expert's average share of the rows: the first that holds it, else the last."""
 
@@ -101,9 +100,7 @@ def reason_against_dtypes(x: torch.dtype, scales: torch.dtype, *, interpreted: b
     if x == torch.float32 and not interpreted:
         return "x is float32, and tensor cores take bfloat16 or float16"
     if x != scales:
-        return (
-            f"x is {_name(x)} and the scales are {_name(scales)}; load the layer with dtype={x}"
-        )
+        return f"x is {_name(x)} and the scales are {_name(scales)}; load the layer with dtype={x}"
     return None
 
 

@@ -61,9 +61,9 @@ def as_number(q, BITS: tl.constexpr, TYPE: tl.constexpr):
 
     Below the exponent of 1024 (float16) or 128 (bfloat16) an integer in the mantissa is that number plus it.
     """
-    if TYPE == tl.float16:
+    if tl.float16 == TYPE:
         return (q | 0x6400).to(tl.int16).to(TYPE, bitcast=True)
-    elif TYPE == tl.bfloat16 and BITS == 4:
+    elif tl.bfloat16 == TYPE and BITS == 4:
         return (q | 0x4300).to(tl.int16).to(TYPE, bitcast=True)
     else:
         return q.to(tl.float32)

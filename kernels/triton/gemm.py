@@ -60,7 +60,7 @@ def sums_of(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """float32 [BLOCK_N, TOKEN_TILE] twice: the columns from n on, and where GATED the same of the second half.
+    """float32 [BLOCK_N, TOKEN_TILE] twice: columns from n on, and where GATED those of the second half.
 
     rows int64 [TOKEN_TILE] is where each token's row of x begins, `here` whether there is one, expert int64.
     """
@@ -201,7 +201,10 @@ def second_gemm(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """w2_output [M*T, H] = (activations times w2 + bias) * router weight, by slot. Grid [tiles * H / BLOCK_N]."""
+    """w2_output [M*T, H] = (activations times w2 + bias) * router weight, by slot.
+
+    Grid [tiles * H / BLOCK_N].
+    """
     tile, block = place_of(tiles, SIZE_N // BLOCK_N)
     if tile >= tl.load(tile_count):
         return

@@ -1,4 +1,4 @@
-"""One row per slot to one row per token: the slots that reach an expert of this rank, added in their order."""
+"""One row per slot to one row per token: slots that reach an expert of this rank, added in their order."""
 
 import triton
 import triton.language as tl

@@ -1,10 +1,11 @@
-"""Slots (token, k) to rows sorted by expert, and the token tiles of both GEMMs: two launches, a program per expert.
+"""Slots (token, k) to rows sorted by expert, and the token tiles of both GEMMs: a program per expert.
 
     ids      slot 0: e2   slot 1: e0   slot 2: e2   slot 3: -1        TOKEN_TILE = 2
     rows     0: slot 1 (e0)   1: slot 0 (e2)   2: slot 2 (e2)
     tiles    (e0, row 0, 1 row)   (e2, row 1, 2 rows)
 
-Every program looks at all slots, which needs no atomics: rows of one expert stand in the order of their slots.
+Every program looks at all slots, which needs no atomics; rows of one expert stand in the order of their
+slots. Two launches, since where rows begin depends on the counts of all.
 """
 
 import triton

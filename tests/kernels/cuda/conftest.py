@@ -5,16 +5,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from places import TOKENS, Place
+from places import Place, hide_cuda_compiler, on_triton, places
 
 PLACES = [
-    pytest.param(Place(device="cpu", backend="reference"), id="cpu"),
-    pytest.param(
-        Place(device="cuda", backend="cuda", tokens=TOKENS, num_experts=16, hidden_size=512),
-        id="cuda",
-        marks=pytest.mark.gpu,
-    ),
+    pytest.param(place, id=str(place), marks=[pytest.mark.gpu] if place.device == "cuda" else [])
+    for place in places()
 ]
+if on_triton():
+    hide_cuda_compiler()
 
 
 @pytest.fixture(params=PLACES, scope="session")
