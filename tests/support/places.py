@@ -26,7 +26,7 @@ BACKEND = "MARLIN_MOE_TEST_BACKEND"
 class Place:
     """A device with one of its backends, and the sizes of the full cross there.
 
-    `dtypes` is what a case's dtype becomes where the place does not have it.
+    `dtypes` is what a case's dtype becomes where the place does not have it, `most_tokens` bounds all cases.
     """
 
     device: str
@@ -36,10 +36,12 @@ class Place:
     hidden_size: int = 256
     padded_intermediate_size: int = 256
     dtypes: dict[torch.dtype, torch.dtype] = field(default_factory=dict)
+    most_tokens: int = 2**31
 
     def takes(self, case: MoECase) -> MoECase:
         """The case as it runs here."""
-        return replace(case, dtype=self.dtypes.get(case.dtype, case.dtype))
+        dtype = self.dtypes.get(case.dtype, case.dtype)
+        return replace(case, dtype=dtype, tokens=min(case.tokens, self.most_tokens))
 
     def __str__(self) -> str:
         return f"{self.backend} on {self.device}"
@@ -50,6 +52,8 @@ GPU = Place(device="cuda", backend="cuda", tokens=TOKENS, num_experts=16, hidden
 INTERPRETER = Place(
     device="cpu",
     backend="triton",
+    tokens=(0, 1, 33),
+    most_tokens=20,
     hidden_size=128,
     padded_intermediate_size=128,
     dtypes={torch.bfloat16: torch.float32},  # the interpreters of triton 3.6 and 3.7.1 compute bf16 wrongly
