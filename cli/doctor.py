@@ -73,12 +73,10 @@ def _print_kernels(setup: "KernelSetup") -> None:
     held = f"{counted(cache.entries, 'kernel')}, {bytes_text(cache.nbytes)}"
     state = f"none can be stored: {cache.reason}" if cache.reason else "usable"
     _say("kernel cache", f"refused: {cache.problem}" if cache.problem else f"{cache.path}: {held}; {state}")
-    for name, answer, words, variable in (
-        ("compiling", setup.compiling, ("forbidden", "allowed"), "MARLIN_MOE_JIT"),
-        ("decode path", setup.decode_path, ("off", "on"), "MARLIN_MOE_DECODE"),
-    ):
-        set_to = f"={os.environ[variable]}" if variable in os.environ else " is not set"
-        _say(name, f"{'not known' if answer is None else words[answer]} ({variable}{set_to})")
+    variable = "MARLIN_MOE_JIT"
+    answer = {None: "not known", False: "forbidden", True: "allowed"}[setup.compiling]
+    set_to = f"={os.environ[variable]}" if variable in os.environ else " is not set"
+    _say("compiling", f"{answer} ({variable}{set_to})")
 
 
 def _say(what: str, text: str) -> None:

@@ -46,9 +46,9 @@ def repack(
     """Write the checkpoint in SRC anew into DST, with its routed experts in the Marlin layout.
 
     SRC is a directory with config.json and safetensors files, as downloaded; it stays as it is. DST is new
-    or empty, or holds an interrupted run of the same SRC, which is then completed. DST stands alone: what is
-    no routed expert is carried over unchanged, and every tensor-parallel and expert-parallel split loads from
-    it.
+    or empty, or holds an interrupted run of the same SRC, which is then completed; where all is done already
+    nothing is written. DST stands alone: what is no routed expert is carried over unchanged, and every
+    tensor-parallel and expert-parallel split loads from it.
 
     SRC may also be a model on the Hugging Face Hub: org/model, or org/model@revision. Several machines share
     a run under torchrun or Slurm (torchrun … -m marlin_moe.cli repack SRC DST): every process takes a part of
@@ -84,6 +84,13 @@ def repack(
 def _print(report: "RepackReport", dst: Path, src: Path, *, as_json: bool) -> None:
     if as_json:
         print_json(report.as_dict())
+        return
+    if report.already_complete:
+        click.echo(
+            f"{dst}: already complete: {counted(report.layers, 'layer')}, "
+            f"{bytes_text(report.packed_bytes)} in {counted(report.files, 'file')} of {report.source}"
+        )
+        click.echo(f"prove it: marlin-moe verify {dst} {src}")
         return
     per_second = round(report.packed_bytes / max(report.seconds, 1e-9))
     resumed = f", {counted(report.resumed_files, 'file')} from an earlier run" if report.resumed_files else ""

@@ -17,7 +17,8 @@ def unpack(packed: Path, dst: Path, as_json: bool) -> None:
     """Turn the packed checkpoint in PACKED back into the one it was made from, in DST.
 
     The source comes back with the same files, tensor names, dtypes, bytes and config, whatever tool wrote
-    it: compressed-tensors, GPTQ or AWQ. DST is new or empty.
+    it: compressed-tensors, GPTQ or AWQ. DST is new or empty, or holds an interrupted run of the same PACKED,
+    which is then completed.
 
     \b
     Example:
@@ -29,6 +30,13 @@ def unpack(packed: Path, dst: Path, as_json: bool) -> None:
         report = unpack_checkpoint(packed, dst, progress=progress)
     if as_json:
         print_json(report.as_dict())
+        return
+    if report.already_complete:
+        click.echo(
+            f"{dst}: already complete: {counted(report.layers, 'layer')}, "
+            f"{counted(report.tensors, 'tensor')}, {bytes_text(report.source_bytes)} in "
+            f"{counted(report.files, 'file')}"
+        )
         return
     resumed = f", {counted(report.resumed_files, 'file')} from an earlier run" if report.resumed_files else ""
     click.echo(

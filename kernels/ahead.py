@@ -6,7 +6,6 @@ import torch
 
 from .device import architecture, reason_against_kernels
 from .plan.cuda_moe import possible_variants
-from .plan.decode import check_switch
 from .plan.problem import LayerFacts
 
 
@@ -20,7 +19,6 @@ def compile_for(layers: Iterable[tuple[LayerFacts, int]], device: torch.device) 
         device: where they are.
 
     Raises:
-        MarlinMoEError: MARLIN_MOE_DECODE says something else than 0 or 1.
         JitError: a kernel did not compile; or MARLIN_MOE_JIT forbids it and the cache has none.
     """
     if device.type != "cuda":
@@ -31,7 +29,6 @@ def compile_for(layers: Iterable[tuple[LayerFacts, int]], device: torch.device) 
     wanted = list(layers)
     if not wanted or reason_against_kernels(device) is not None:
         return
-    check_switch()
     arch = architecture(device)
     if not compiling_is_forbidden():
         cuda_moe.compile_ahead(wanted, arch)

@@ -21,9 +21,11 @@ blocks          a pipeline over blocks of experts, under a byte budget
 process         process_weights, update_weights_
 progress        what a long run tells whoever watches it
 workers         files made side by side, by threads
+attendance      which ranks have come, and which are silent
 ranks           processes that share one run
 packed          the packed checkpoint: its files, manifest, journal, reader
 load            load_layers
+repack_run      the order of a repack: opened by rank 0, made by all, closed by rank 0
 store           source to packed checkpoint: repack_checkpoint
 verify          a packed checkpoint against its manifest and its source
 unpack          a packed checkpoint to its source again

@@ -12,7 +12,6 @@ import torch
 
 from ..kernels.backends.cuda_moe import specs as moe_specs
 from ..kernels.jit.build import CompileReport, compile_all, compiling_is_forbidden
-from ..kernels.plan.decode import check_switch
 from .check import expert_facts
 from .checkpoint import Checkpoint
 from .errors import SchemeError
@@ -80,7 +79,6 @@ def build_kernels(
             or the extra `cuda` is not installed.
     """
     compiling_is_forbidden()  # this may compile, but a word that other processes refuse is refused here too
-    check_switch()
     layers, config_top_k = layer_facts(path)
     slots = config_top_k if top_k is None else top_k
     rows = None if slots is None else max_tokens * slots

@@ -5,6 +5,7 @@ The processes have the source and the destination in common, on a file system th
 to one another only to begin and to end together.
 """
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -12,13 +13,17 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from .attendance import LONGEST_MEETING_S, LONGEST_SILENCE_S, Attendance, first_line
 from .errors import MarlinMoEError
 
-LONGEST_WAIT = timedelta(days=7)
-"""A rank that dies is noticed at once; one that works may keep the others waiting as long as it takes."""
-
-LONGEST_MEETING = timedelta(minutes=30)
+LONGEST_MEETING = timedelta(seconds=LONGEST_MEETING_S)
 """Until all ranks have started; a missing one is an error then."""
+
+LONGEST_EXCHANGE = timedelta(seconds=LONGEST_SILENCE_S)
+"""Of a few words between ranks that have all come."""
+
+_meetings = itertools.count()
+"""A process may meet the others several times, each time by keys of their own."""
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -33,6 +38,7 @@ class Ranks:
     rank: int = 0
     size: int = 1
     group: Any = None
+    attendance: Attendance | None = None
 
     @property
     def is_first(self) -> bool:
@@ -64,6 +70,9 @@ class Ranks:
         except MarlinMoEError:
             if failure is None:
                 raise
+            raise failure  # noqa: B904 - this one's own fault, which may be why the others are not heard
+        if failure is not None or any(text is not None for text, _ in outcomes):
+            self._leave_together()
         if failure is not None:
             raise failure
         for rank, (text, _) in enumerate(outcomes):
@@ -75,14 +84,22 @@ class Ranks:
         import torch.distributed as dist
 
         outcomes: list[Any] = [None] * self.size
+        if self.attendance is not None:
+            self.attendance.meet()
         try:
             dist.all_gather_object(outcomes, mine, group=self.group)
         except RuntimeError as error:
             raise MarlinMoEError(
-                f"rank {self.rank}: expected to hear from all {self.size} ranks, got {error}. A rank was "
-                "lost. Run the same command again: it completes what is missing."
+                f"rank {self.rank}: expected to hear from all {self.size} ranks, got {first_line(error)}. "
+                "A rank was lost. Run the same command again: it completes what is missing."
             ) from error
         return outcomes
+
+    def _leave_together(self) -> None:
+        """Wait until no rank speaks any more: gloo aborts where a connection closes in mid-sentence."""
+        if self.attendance is not None:
+            with suppress(MarlinMoEError):  # the rank that keeps the store may have gone, after all others
+                self.attendance.meet()
 
 
 ALONE = Ranks()
@@ -114,32 +131,37 @@ def ranks_from_environment() -> Iterator[Ranks]:
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
-    ours, store = not dist.is_initialized(), None
+    ours = not dist.is_initialized()
+    attendance = None
     try:
         if ours:
             store, _, _ = next(rendezvous("env://", timeout=LONGEST_MEETING))
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=LONGEST_WAIT)
-        group = None if ours else dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
-    except (RuntimeError, ValueError) as error:
+        else:
+            store = dist.distributed_c10d._get_default_store()
+        attendance = Attendance(store, rank, size, name=f"marlin-moe/{next(_meetings)}")
+        attendance.meet()
+        if ours:
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=LONGEST_EXCHANGE)
+        group = None if ours else dist.new_group(backend="gloo", timeout=LONGEST_EXCHANGE)
+    except Exception as error:
+        if attendance is not None:
+            attendance.end(early=True)
+        if not isinstance(error, (RuntimeError, ValueError)):
+            raise
         raise MarlinMoEError(
             f"rank {rank} of {size}: expected to meet the others at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, got {error}. Start all ranks with one "
-            "torchrun, or one rendezvous."
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, got {first_line(error)}. "
+            "Start all ranks with one torchrun, or one rendezvous."
         ) from error
+    early = True
     try:
-        yield Ranks(rank=rank, size=size, group=group)
-        if store is not None:
-            _leave_together(store, rank, size)
+        ranks = Ranks(rank=rank, size=size, group=group, attendance=attendance)
+        yield ranks
+        early = False
+        ranks._leave_together()
     finally:
+        attendance.end(early=early)
         dist.destroy_process_group(group)
-
-
-def _leave_together(store: Any, rank: int, size: int) -> None:
-    """Wait until no rank speaks any more: gloo aborts where a peer's connection closes in mid-sentence."""
-    keys = [f"marlin-moe/left/{number}" for number in range(size)]
-    store.set(keys[rank], "")
-    with suppress(RuntimeError):  # the rank that keeps the store may have gone, after all the others
-        store.wait(keys, timedelta(minutes=1))
 
 
 def _number(name: str, *, default: int) -> int:

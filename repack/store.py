@@ -2,7 +2,6 @@
 
 import time
 import warnings
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,18 @@ import torch
 from ..kernels.device import usable_device
 from .blocks import BLOCK_BYTES, STREAM_BYTES
 from .checkpoint import Checkpoint, shorten
-from .errors import CheckpointError, MarlinMoEWarning
+from .errors import CheckpointError, MarlinMoEError, MarlinMoEWarning
 from .model_path import model_path
 from .native.path import native_path
-from .packed.companions import write_content
-from .packed.durable import canonical_json, digest, system_errors
+from .packed.durable import canonical_json, digest
 from .packed.journal import Journal, refuse_nested
-from .packed.make_files import FileMaker, Records, layer_records, manifest_of
-from .packed.manifest import Manifest
+from .packed.make_files import FileMaker
 from .packed.names import MANIFEST, VERSION
-from .packed.repack_plan import RepackPlan, plan_repack, source_mtimes
+from .packed.repack_plan import RepackPlan, plan_repack
 from .progress import NoProgress, Progress
 from .ranks import ALONE, Ranks
-from .workers import SharedProgress, run_all, worker_count
+from .repack_run import RepackRun
+from .workers import SharedProgress, worker_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +36,7 @@ class RepackReport:
         layers: MoE layers packed.
         files: files of the packed checkpoint, the manifest included.
         resumed_files: of those, finished by an earlier run and left as they were.
+        already_complete: an earlier run had finished all of them.
         carried_tensors: tensors that are no routed experts.
         carried_files: companions copied: tokenizer, code, ….
         left_out: files of the source that were not copied: other weights, links to folders.
@@ -54,6 +53,7 @@ class RepackReport:
     layers: int
     files: int
     resumed_files: int
+    already_complete: bool
     carried_tensors: int
     carried_files: tuple[str, ...]
     left_out: tuple[str, ...]
@@ -82,12 +82,14 @@ def repack_checkpoint(
     """Write the packed checkpoint of a source: experts in the Marlin layout, everything else unchanged.
 
     Memory stays at the blocks of experts in flight, whatever the size of a layer. Files get their names when
-    they are complete, the manifest last; a stopped run resumes when it is called again and redoes no finished
-    file. The bytes do not depend on device, workers or ranks.
+    they are complete, the manifest last. A stopped run resumes when it is called again, and redoes no
+    finished file that is whole and of a source that is the same still. Where the finished packed checkpoint
+    of the source is there nothing is written. The bytes do not depend on device, workers or ranks.
 
     Args:
         src: a source checkpoint, which is only read: a directory, or `org/model` on the Hugging Face Hub.
-        dst: a directory that does not exist, is empty, or holds an interrupted run of the same source.
+        dst: a directory that does not exist, is empty, or holds an interrupted or a finished run of the same
+            source.
         device: where the stages run; the bytes are the same everywhere.
         allow_dead_experts: accept a projection whose scales are all zero.
         follow_links: follow links that lead out of the source's directory.
@@ -108,19 +110,21 @@ def repack_checkpoint(
     shared = SharedProgress(progress or NoProgress())
     refuse_nested(source, destination)
     with Checkpoint(source, follow_links=follow_links) as checkpoint:
-        plan = _plan(checkpoint, ranks, device=target, follow_links=follow_links)
+        alike = {"allow_dead_experts": allow_dead_experts}
+        plan = _plan(checkpoint, ranks, alike, device=target, follow_links=follow_links)
         largest = max(layer.file.size_bytes // layer.facts.num_experts for layer in plan.layers)
         count = worker_count(workers, target, expert_bytes=largest)
         maker = FileMaker(
             checkpoint=checkpoint,
             plan=plan,
-            journal=Journal(destination, _identity(plan), ranks=ranks),
+            journal=Journal(destination, _identity(plan), ranks=ranks, last_file=MANIFEST),
             progress=shared,
             allow_dead_experts=allow_dead_experts,
             block_bytes=budget // count,
             device=target,
         )
-        manifest, resumed = _Run(maker=maker, ranks=ranks, workers=count, progress=shared).write()
+        run = RepackRun(maker=maker, ranks=ranks, workers=count, progress=shared)
+        manifest, resumed = run.write()
         said = _left_out_warning(source, (*checkpoint.left_out, *plan.companions.left_out))
         return RepackReport(
             source=str(source),
@@ -131,6 +135,7 @@ def repack_checkpoint(
             layers=len(plan.layers),
             files=len(manifest.file_names),
             resumed_files=resumed,
+            already_complete=resumed == len(manifest.file_names),
             carried_tensors=sum(len(file.entries) for file in plan.rest),
             carried_files=plan.companions.names,
             left_out=tuple(sorted({*checkpoint.left_out, *plan.companions.left_out})),
@@ -141,134 +146,32 @@ def repack_checkpoint(
         )
 
 
-def _plan(checkpoint: Checkpoint, ranks: Ranks, *, device: torch.device, follow_links: bool) -> RepackPlan:
-    """The plan, which all ranks must have alike."""
+def _plan(
+    checkpoint: Checkpoint, ranks: Ranks, alike: dict[str, Any], *, device: torch.device, follow_links: bool
+) -> RepackPlan:
+    """The plan, which all ranks must have alike, and so the options `alike`."""
     made: list[RepackPlan] = []
 
-    def step() -> str:
+    def step() -> tuple[str, dict[str, Any]]:
         made.append(plan_repack(checkpoint, device=device, follow_links=follow_links))
-        return digest(canonical_json(_identity(made[0])))
+        mtimes = {name: (size, mtime) for name, (size, mtime, _) in made[0].stamps.items()}
+        return digest(canonical_json([_identity(made[0]), mtimes])), alike
 
     found = ranks.together(step)
-    others = [str(rank) for rank, identity in enumerate(found) if identity != found[0]]
+    others = [str(rank) for rank, (identity, _) in enumerate(found) if identity != found[0][0]]
     if others:
         raise CheckpointError(
             f"{checkpoint.path}: expected all ranks to see the same source (names, sizes, headers, times of "
             f"change), got another one on rank {', '.join(others)} than on rank 0. Give all of them one "
             "directory."
         )
+    for rank, (_, options) in enumerate(found):
+        if options != found[0][1]:
+            raise MarlinMoEError(
+                f"rank {rank} of {ranks.size}: expected the options of rank 0, {found[0][1]}, because all "
+                f"make one checkpoint, got {options}. Start all ranks with the same command."
+            )
     return made[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """The order of a run: rank 0 opens it, all ranks make their share, rank 0 closes it."""
-
-    maker: FileMaker
-    ranks: Ranks
-    workers: int
-    progress: SharedProgress
-
-    @property
-    def journal(self) -> Journal:
-        return self.maker.journal
-
-    def write(self) -> tuple[Manifest, int]:
-        """Every file that is not finished yet, then the manifest; how many an earlier run had finished."""
-        with ExitStack() as stack:
-            finished = self._open(stack)
-            if finished is None:
-                manifest = Manifest.read(self.journal.destination)
-                self.ranks.together(self._complete)
-                return manifest, len(manifest.file_names)
-            records = finished | self._make(finished)
-            allowed = self.maker.allow_dead_experts
-            manifest = manifest_of(self.maker.plan, records, allow_dead_experts=allowed)
-            self.ranks.together(self._refuse_changed_source)
-            self.ranks.together(lambda: self._publish(manifest))
-            return manifest, len(finished)
-
-    def _open(self, stack: ExitStack) -> Records | None:
-        """The files that an earlier run finished, as rank 0 sees them; None where it finished all."""
-
-        def first() -> Records | None:
-            if not self.ranks.is_first:
-                return None
-            stack.enter_context(self.journal)
-            if self.journal.completed:
-                return None
-            names = [task.name for task in self.maker.tasks()]
-            return {name: done for name in names if (done := self.journal.finished(name)) is not None}
-
-        def others() -> None:
-            if not self.ranks.is_first:
-                stack.enter_context(self.journal)
-
-        finished = self.ranks.together(first)[0]
-        self.ranks.together(others)
-        return finished
-
-    def _make(self, finished: Records) -> Records:
-        """The files that are not finished, this rank's by its workers; the records of all ranks."""
-        allowed = self.maker.allow_dead_experts
-
-        def share() -> Records:
-            layer_records(self.maker.plan, finished, allow_dead_experts=allowed)
-            with system_errors(f"{self.maker.checkpoint.path}: looking at its files"):
-                tasks = [task for task in self.maker.tasks() if task.name not in finished]
-            mine = self.ranks.share(tasks)
-            earlier = {name: record["file"]["size_bytes"] for name, record in finished.items()}
-            self.progress.start(sum(earlier.values()) + sum(task.size_bytes for task in mine))
-            for name, size_bytes in earlier.items():
-                self.progress.advance(size_bytes, name)
-            made: Records = {}
-            for batch in ([t for t in mine if t.is_layer], [t for t in mine if not t.is_layer]):
-                records = run_all([task.make for task in batch], self.workers, self.progress)
-                made |= {task.name: record for task, record in zip(batch, records, strict=True)}
-            return made
-
-        return {name: record for part in self.ranks.together(share) for name, record in part.items()}
-
-    def _refuse_changed_source(self) -> None:
-        checkpoint, plan = self.maker.checkpoint, self.maker.plan
-        with system_errors(f"{checkpoint.path}: looking at its files again"):
-            now = source_mtimes(checkpoint, plan.companions)
-        changed = [name for name, mtime in plan.mtimes_ns.items() if now.get(name) != mtime]
-        if changed:
-            raise CheckpointError(
-                f"{checkpoint.path}: expected a source that stays as it is while it is repacked, got "
-                f"a change of {shorten(changed)}. Remove {self.journal.destination} and run it again."
-            )
-
-    def _publish(self, manifest: Manifest) -> None:
-        if self.ranks.is_first:
-            self._refuse_missing_files(manifest)
-            if self.journal.finished(MANIFEST) is None:
-                content = manifest.as_bytes()
-                write_content(self.journal, MANIFEST, content, NoProgress())
-                self.journal.finish(MANIFEST, {"file": {"name": MANIFEST, "size_bytes": len(content)}})
-            self.journal.complete()
-
-    def _refuse_missing_files(self, manifest: Manifest) -> None:
-        """Every file must be where this process sees it: ranks may have written to another directory."""
-        sizes = {file.name: file.size_bytes for file in manifest.tensor_files}
-        sizes |= {file.name: file.size_bytes for file in manifest.plain_files}
-        folder = self.journal.destination
-        missing = [
-            name
-            for name, size_bytes in sizes.items()
-            if not (folder / name).is_file() or (folder / name).stat().st_size != size_bytes
-        ]
-        if missing:
-            raise CheckpointError(
-                f"{folder}: expected all files of the run, whole, before the manifest, got no "
-                f"{shorten(missing)} of their size. Give all {self.ranks.size} ranks one directory that all "
-                "of them see, and run it again."
-            )
-
-    def _complete(self) -> None:
-        if self.ranks.is_first:
-            self.journal.complete()
 
 
 def _identity(plan: RepackPlan) -> dict[str, Any]:
@@ -278,7 +181,6 @@ def _identity(plan: RepackPlan) -> dict[str, Any]:
         "version": VERSION,
         "source": plan.source.fingerprint,
         "source_files": [file.name for file in plan.source.files],
-        "mtimes_ns": plan.mtimes_ns,
     }
 
 

@@ -61,8 +61,21 @@ class TensorEntry:
         return DTYPES[self.dtype]
 
 
+Stamp = tuple[int, int, int]
+"""Of a file: bytes, time of its last change (mtime, ns) and of that of its inode (ctime, ns).
+
+The last one nobody sets: it tells of a file that was put in the place of another one, or changed and given
+its old mtime. The inode's own number would tell nothing more, and some file systems make it up.
+"""
+
+
+def stamp_of(found: os.stat_result) -> Stamp:
+    """The stamp of a file that was looked at."""
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
 class TensorFile:
-    """An open safetensors file: `entries` by name, `metadata`, and positioned reads.
+    """An open safetensors file: `entries` by name, `metadata`, `stamp` when opened, and positioned reads.
 
     Raises:
         CheckpointError: no such file, not a safetensors file, or its length is not what its header says.
@@ -87,6 +100,7 @@ class TensorFile:
                     f"{file_kind(found.st_mode)}. Put the file in its place; fetch it again."
                 )
             self.size_bytes = found.st_size
+            self.stamp = stamp_of(found)
             self.header_bytes, header = _read_header(self._fd, path, self.size_bytes)
         except BaseException:
             self.close()

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from .blocks import STREAM_BYTES
 from .checkpoint import CONFIG, INDEX, shorten
 from .errors import PackedError
 from .model_path import model_path
+from .packed.already import refuse_other_source
 from .packed.companions import copy_file, write_content
 from .packed.durable import COPY_BYTES, digest
 from .packed.journal import Journal, refuse_nested
@@ -18,11 +19,13 @@ from .packed.reader import PackedCheckpoint
 from .packed.records import LayerRecord
 from .packed.rest_files import read_tensor
 from .packed.restore import restored_blocks
+from .packed.resume import file_record, is_whole
 from .packed.source import SourceLayout
 from .packed.source_tensors import parts_of
 from .packed.tensor_writer import FilePlan, TensorWriter
 from .progress import NoProgress, Progress
 from .tensor_file import TensorEntry, tensor_bytes
+from .workers import SharedProgress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,7 @@ class UnpackReport:
         files: files written: safetensors, index, config, companions.
         tensors: tensors in them.
         resumed_files: finished by an earlier run and left as they were.
+        already_complete: an earlier run had finished all of them.
     """
 
     packed: str
@@ -49,6 +53,7 @@ class UnpackReport:
     files: int
     tensors: int
     resumed_files: int
+    already_complete: bool
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -71,8 +76,8 @@ def unpack_checkpoint(
 
     Args:
         packed: a packed checkpoint.
-        dst: a directory that does not exist, is empty, or holds an interrupted unpacking of the same
-            checkpoint.
+        dst: a directory that does not exist, is empty, or holds an interrupted or a finished unpacking of the
+            same checkpoint.
         block_bytes: packed bytes that one block of experts holds.
         progress: follows the bytes of the hash check and those written.
 
@@ -87,8 +92,8 @@ def unpack_checkpoint(
         run = _Run(
             packed=opened,
             layout=SourceLayout.read(path, opened.manifest.source),
-            journal=Journal(destination, _identity(opened)),
-            progress=progress or NoProgress(),
+            journal=Journal(destination, _identity(opened), last_file=CONFIG),
+            progress=SharedProgress(progress or NoProgress()),
             block_bytes=block_bytes,
         )
         with run.journal:
@@ -102,7 +107,8 @@ def unpack_checkpoint(
             layers=len(opened.manifest.layers),
             files=len(run.layout.headers) + len(run.plain_files()),
             tensors=tensors,
-            resumed_files=run.journal.resumed_files,
+            resumed_files=len(run.resumed),
+            already_complete=run.journal.completed,
         )
 
 
@@ -111,8 +117,9 @@ class _Run:
     packed: PackedCheckpoint
     layout: SourceLayout
     journal: Journal
-    progress: Progress
+    progress: SharedProgress
     block_bytes: int
+    resumed: list[str] = field(default_factory=list)
 
     def write(self) -> int:
         """Every file that is not finished yet; the number of tensors."""
@@ -123,21 +130,22 @@ class _Run:
         ]
         tensors = sum(len(plan.entries) for plan in plans)
         if self.journal.completed:
-            self.journal.resumed_files = len(plans) + len(plain)
+            refuse_other_source(
+                self.packed, self.journal.destination, self.progress, block_bytes=self.block_bytes
+            )
+            self.resumed.extend([*(plan.name for plan in plans), *plain])
             self.journal.complete()
             return tensors
         written = sum(plan.size_bytes for plan in plans) + self._plain_bytes(plain)
         self.progress.start(self.packed.manifest.size_bytes + written)
         self.packed.check_hashes(self.progress)
         for plan in plans:
-            if (done := self.journal.finished(plan.name)) is not None:
-                self.progress.advance(done["file"]["size_bytes"], plan.name)
-                continue
-            self._write_file(plan)
+            if not self._is_finished(plan.name):
+                self._write_file(plan)
         for name, content in plain.items():  # config.json last: without it a directory is no checkpoint
-            if (done := self.journal.finished(name)) is not None:
-                self.progress.advance(done["file"]["size_bytes"], name)
-            elif content is None:
+            if self._is_finished(name):
+                continue
+            if content is None:
                 record = copy_file(self.packed.path / name, self.journal, name, self.progress)
                 self.journal.finish(name, {"file": record.as_json()})
             else:
@@ -145,6 +153,14 @@ class _Run:
                 self.journal.finish(name, {"file": record.as_json()})
         self.journal.complete()
         return tensors
+
+    def _is_finished(self, name: str) -> bool:
+        """Whether an earlier run wrote a file whose every byte is still there."""
+        record = file_record(name, self.journal.finished(name) or {})
+        if record is None or not is_whole(self.journal.destination, record, self.progress):
+            return False
+        self.resumed.append(name)
+        return True
 
     def plain_files(self) -> Mapping[str, bytes | None]:
         """Name -> content of the other files; None for a companion that is copied."""
@@ -182,7 +198,7 @@ class _Run:
                 self._write_experts(writer, layer, of_layers.get(layer.module, []))
             self.progress.advance(len(plan.header), plan.name)
             record = writer.finish()
-        self.journal.finish(plan.name, {"file": record.as_json() | {"tensors": []}})
+        self.journal.finish(plan.name, {"file": record.as_json()})
 
     def _entries_of_layers(self, plan: FilePlan) -> dict[str, list[TensorEntry]]:
         found: dict[str, list[TensorEntry]] = {}
@@ -200,7 +216,8 @@ class _Run:
                 f"{self.packed.path / SOURCE_FILES}: expected below {layer.module} the tensors of its "
                 f"experts alone, got {shorten([entry.name for entry in strange])}. Repack the source again."
             )
-        for restored in restored_blocks(self.packed, layer, of_expert, block_bytes=self.block_bytes):
+        experts = self.packed.experts(layer)
+        for restored in restored_blocks(experts, layer, of_expert, block_bytes=self.block_bytes):
             for expert in restored.block:
                 for part in of_expert[expert]:
                     tensor = restored.tensor(part)

@@ -4,9 +4,9 @@
 // The constants that the build gives are listed in decode_shape.cuh.
 #include <cooperative_groups.h>
 
-#include "decode_exchange.cuh"
 #include "decode_producer.cuh"
 #include "decode_tokens.cuh"
+#include "decode_total.cuh"
 
 struct Block {  // what all of it needs
   const MoEArgs& args;
@@ -67,7 +67,11 @@ __device__ __forceinline__ void list_window(const Block& block, Window& window, 
       if (lane < rows) window.segment[listed + lane] = s, window.row[listed + lane] = lane;
       listed += rows;
     }
-    if (lane == 0) window.row_count = listed;
+    if (lane == 0) {
+      int items = listed * block.work.fours, log_lanes = block.work.log_lanes;
+      while (log_lanes > 0 && items << log_lanes > THREADS) log_lanes--;
+      window.row_count = listed, window.items = items, window.log_lanes = log_lanes;
+    }
   }
   sync_consumers();
 }
@@ -87,12 +91,12 @@ __device__ __forceinline__ Item first_item(const Block& block, Window& window) {
 // The activations of a window that begins with task `at`; `item` is the thread's first.
 __device__ __forceinline__ void activate_window(const Block& block, const Window& window, u32 at, Item item) {
   const Work& work = block.work;
-  int items = window.row_count * work.fours << work.log_lanes;
+  int lanes = 1 << window.log_lanes, all = window.items * lanes;
 #pragma unroll 1
   for (int index = threadIdx.x;;) {
-    activate_item(block.args, work, block.routes, item, block.activations(), block.flags & WEIGHT_ON_INPUT);
+    activate_item(block.args, work, block.routes, item, lanes, block.activations(), block.flags & WEIGHT_ON_INPUT);
     index += THREADS;
-    if (index - static_cast<int>(threadIdx.x & 31) >= items) break;
+    if (index - static_cast<int>(threadIdx.x & 31) >= all) break;
     item.find(block.args, work, block.routes, window, at / GROUPS2, index);
   }
   sync_consumers();

@@ -1,4 +1,4 @@
-// What blocks tell each other through memory: sums of GEMM 1's pieces, rows of GEMM 2's parts; and who adds them up.
+// What blocks tell each other through memory: sums of GEMM 1's pieces, and the activations that are made of them.
 // Every sum has a fixed order, so that equal calls give equal bits.
 #pragma once
 #include "activation.cuh"
@@ -45,12 +45,20 @@ __device__ __forceinline__ void add_teams(WarpSums<OCTETS>& sums, float4* exchan
   }
 }
 
+// Fours that lie `step` apart, on their way together; zeros from number `count` on.
+template <int MOST>
+__device__ __forceinline__ void read_fours(float4 (&w)[MOST], const float* from, int count, u64 step) {
+#pragma unroll
+  for (int i = 0; i < MOST; i++) w[i] = i < count ? __ldcg(reinterpret_cast<const float4*>(from + i * step)) : make_float4(0, 0, 0, 0);
+}
+
 // Four columns that `lanes` neighbouring lanes (1, 2, 4 or 8) add up together.
 struct FourSums {
   float v[4] = {};
-  __device__ __forceinline__ void add(const float* four) {
-    float4 w = __ldcg(reinterpret_cast<const float4*>(four));
-    v[0] += w.x, v[1] += w.y, v[2] += w.z, v[3] += w.w;
+  template <int MOST>
+  __device__ __forceinline__ void add(const float4 (&w)[MOST]) {
+#pragma unroll
+    for (int i = 0; i < MOST; i++) v[0] += w[i].x, v[1] += w[i].y, v[2] += w[i].z, v[3] += w[i].w;
   }
   __device__ __forceinline__ void over_lanes(int lanes) {
 #pragma unroll 1
@@ -63,7 +71,8 @@ struct FourSums {
 
 // Rows whose activations a block holds at a time: of each segment of the window those of its tile.
 struct Window {  // in shared memory
-  int row_count;
+  int row_count, items;  // an item is four columns of a row
+  int log_lanes;         // lanes that share an item: as many as there are threads for, where its sum has many pieces
   u16 segment[ACTIVATIONS_ELEMENTS / 40], row[ACTIVATIONS_ELEMENTS / 40];  // of the window; of the segment's tile
 };
 
@@ -75,7 +84,7 @@ struct Item {
 
   // `index` counts lanes: those of item 0, those of item 1, ...
   __device__ __forceinline__ void find(const MoEArgs& args, const Work& work, const Routes& routes, const Window& window, int first_segment, int index) {
-    int item = index >> work.log_lanes, sub = index & ((1 << work.log_lanes) - 1), which = work.by_fours.quotient(item);
+    int item = index >> window.log_lanes, sub = index & ((1 << window.log_lanes) - 1), which = work.by_fours.quotient(item);
     pieces = 0;
     if (which >= window.row_count) return;
     int segment = first_segment + window.segment[which], tile = work.by_parts.quotient(segment), four = item - which * work.fours;
@@ -89,15 +98,17 @@ struct Item {
 };
 
 // activation(gate, up) of an item from the sums of all pieces, to its place among the block's activations.
-__device__ __forceinline__ void activate_item(const MoEArgs& args, const Work& work, const Routes& routes, const Item& item, Scalar* to, bool weighted) {
-  int lanes = 1 << work.log_lanes, sub = threadIdx.x & (lanes - 1);
+__device__ __forceinline__ void activate_item(const MoEArgs& args, const Work& work, const Routes& routes, const Item& item, int lanes, Scalar* to, bool weighted) {
+  int sub = threadIdx.x & (lanes - 1);
   u64 step = static_cast<u64>(lanes) * work.rows * SIZE_N1;
-  const float* sums = item.sums;
+  constexpr int MOST = 3;
+  const float* from = item.sums;
   FourSums gate, up;
-#pragma unroll 3
-  for (int p = sub; p < item.pieces; p += lanes, sums += step) {
-    gate.add(sums);
-    if (GATED) up.add(sums + INTERMEDIATE);
+#pragma unroll 1
+  for (int count = (item.pieces - sub + lanes - 1) >> __ffs(lanes) - 1; count > 0; count -= MOST, from += MOST * step) {
+    float4 gates[MOST], ups[MOST];
+    read_fours(gates, from, count, step), read_fours(ups, from + INTERMEDIATE, GATED ? count : 0, step);
+    gate.add(gates), up.add(ups);
   }
   gate.over_lanes(lanes);
   if (GATED) up.over_lanes(lanes);
@@ -108,51 +119,5 @@ __device__ __forceinline__ void activate_item(const MoEArgs& args, const Work& w
     float other = 0.0f, one = finish<Type, W13>(gate[i] * Type::SUM_FACTOR, args.w13, item.expert, item.column + i, SIZE_N1, weight);
     if (GATED) other = finish<Type, W13>(up[i] * Type::SUM_FACTOR, args.w13, item.expert, INTERMEDIATE + item.column + i, SIZE_N1, weight);
     to[item.to + i] = Type::from_float(activate(one, other, args));
-  }
-}
-
-// A sum over K of w2 with its scale or bias, where it has those outside of the groups; not in line, for it is rare.
-__device__ __noinline__ float finish_apart(float sum, const MoEArgs& args, int expert, int column) {
-  return finish<Type, W2>(sum * Type::SUM_FACTOR, args.w2, expert, column, HIDDEN, 1.0f);
-}
-
-// Four columns of one row of GEMM 2, summed over parts of K, times the router's weight: added to `total`.
-__device__ __forceinline__ void add_row(FourSums& total, FourSums row, const MoEArgs& args, int expert, int column, float weight) {
-  bool apart = W2::GROUP == 0 || args.w2.bias;
-  float factor = apart ? weight : weight * Type::SUM_FACTOR;
-  if (apart)
-    for (int i = 0; i < 4; i++) row.v[i] = finish_apart(row.v[i], args, expert, column + i);
-#pragma unroll
-  for (int i = 0; i < 4; i++) total.v[i] += row.v[i] * factor;
-}
-
-// The sum over a token's slots and their parts of K, for all tokens. Lanes share four columns where tokens are few.
-__device__ __forceinline__ void add_slots(const MoEArgs& args, const Work& work, const Routes& routes, int flags) {
-  constexpr int FOURS = HIDDEN / 4;
-  int items = args.tokens * FOURS, log = 3, warps = gridDim.x * WARPS, lane = threadIdx.x & 31;
-  while (log > 0 && (args.top_k >> log == 0 || items << log > warps * 32)) log--;
-  int sub = lane & ((1 << log) - 1), per_warp = 32 >> log, warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
-  const float* rows = static_cast<const float*>(args.w2_output);
-  u64 part_elements = static_cast<u64>(work.rows) * HIDDEN;
-#pragma unroll 1
-  for (int at = warp * per_warp; at < items; at += warps * per_warp) {
-    int item = at + (lane >> log), token = min(item, items - 1) / FOURS, column = min(item, items - 1) % FOURS * 4;
-    FourSums total;
-#pragma unroll 2
-    for (int k = sub; k < args.top_k; k += 1 << log) {
-      int slot = token * args.top_k + k, row = routes.row_of_slot[slot];
-      if (row == NO_ROW) continue;
-      const float* from = rows + static_cast<u64>(row) * HIDDEN + column;
-      FourSums one;
-#pragma unroll 4
-      for (int part = 0; part < work.parts; part++, from += part_elements) one.add(from);
-      int expert = W2::GROUP == 0 || args.w2.bias ? expert_of(args, slot, flags & IDS64) : 0;
-      add_row(total, one, args, expert, column, flags & WEIGHT_ON_INPUT ? 1.0f : routes.weights[row]);
-    }
-    total.over_lanes(1 << log);
-    if (item >= items) continue;
-    Scalar* out = static_cast<Scalar*>(args.out) + token * args.out_stride + column;
-#pragma unroll 1
-    for (int i = sub; i < 4; i += 1 << log) out[i] = Type::from_float(total[i] * args.routed_scaling_factor);
   }
 }

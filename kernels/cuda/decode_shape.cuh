@@ -27,9 +27,7 @@ constexpr int CHUNK_ROW = CHUNK_K + 8, CHUNK_ELEMENTS = TOKEN_TILE * CHUNK_ROW; 
 constexpr int ACTIVATIONS_ELEMENTS = TOKEN_TILE * (ACTIVATION_K + 8);
 
 // Where a block has so few slots of GEMM 1, the weights of GEMM 2 wait until those of GEMM 1 have arrived.
-#ifndef HELD_BACK_SLOTS
-#define HELD_BACK_SLOTS 14
-#endif
+constexpr u32 HELD_BACK_SLOTS = 14;
 
 // Shared memory: rings | two chunks of tokens | activations, or sums of the other teams | lists of the route.
 // The route's counts lie where tokens and activations come later.

@@ -39,7 +39,7 @@ struct Work {
   Ranges tasks;           // of GEMM 2, over blocks: planned while the first weights are on their way
   int part_slots, parts;  // of w2's K: slots in a part, parts
   int window;             // segments in a window
-  int fours, log_lanes;   // activations of a row, in fours, and lanes that share four of them
+  int fours, log_lanes;   // activations of a row, in fours, and lanes that may share four of them
   Divisor by_parts, by_window, by_fours;
 
   __device__ __forceinline__ int pieces(u32 unit) const { return granules.owner(unit * SLOTS1 + SLOTS1 - 1) - granules.owner(unit * SLOTS1) + 1; }

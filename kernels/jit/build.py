@@ -137,8 +137,8 @@ def _missing_text(spec: BuildSpec, key: str) -> str:
         f"{spec.title}: expected a cubin for {spec.arch} in the cache, because {SWITCH}=forbid allows no "
         f"compiling, got none that is whole in {cache_folder()} under {key}. Build it ahead: "
         f"marlin-moe kernels build PATH --arch {spec.arch}, with --tp, --ep, --dtype, --max-tokens and "
-        "--top-k as in the process that loads the layers, the same MARLIN_MOE_CACHE and MARLIN_MOE_DECODE, "
-        f"this version of marlin-moe and NVRTC {installed_toolkit().version}."
+        "--top-k as in the process that loads the layers, the same MARLIN_MOE_CACHE, this version of "
+        f"marlin-moe and NVRTC {installed_toolkit().version}."
     )
 
 

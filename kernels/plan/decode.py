@@ -3,26 +3,25 @@
 One block per multiprocessor with rings of stages that run ahead. A stage is eight blocks of 64 columns times
 256 / bits inputs: 16 KiB of words, and their scales and zero points. Sizes are those of
 `cuda/decode_shape.cuh`.
-
-The path is off unless MARLIN_MOE_DECODE=1: it has been compiled for every format, and run in a few only.
 """
 
-import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..errors import MarlinMoEError
-from .problem import LayerFacts
+from .problem import LayerFacts, MatrixFacts
 from .variant import KernelVariant, form_of
 
-SWITCH = "MARLIN_MOE_DECODE"
-ON = os.environ.get(SWITCH) == "1"  # for the life of the process: workspaces are planned by it
 MAX_SLOTS = 2048  # as in cuda/decode_route.cuh
 MAX_EXPERTS = 1024  # their counts lie where tokens and activations come later
+MAX_NUMBERS = 2**22 - 1
+"""The most slots of all token tiles: blocks take ranges of them (`Ranges` in cuda/decode_work.cuh), whose
+borders are numbers of 32 bits, 10 of them behind the point."""
+
 TOKEN_TILES = {8: 4, 16: 10, 32: 32}
 """Token tile: the most rows an expert gets on average. Weights are read again for each tile of an expert."""
 
 STAGE_BLOCKS, STAGE_WORD_BYTES = 8, 16384
+STAGE_COLUMNS = 64 * STAGE_BLOCKS
 SMEM_BYTES = {
     80: 163 * 1024,
     86: 99 * 1024,
@@ -66,7 +65,8 @@ class DecodeVariant(KernelVariant):
     @property
     def label(self) -> str:
         """As in KernelVariant, and the sizes: `decode bf16 w4g32-w4g32 tile 8 of 7168 x 256`."""
-        return f"{KernelVariant.label.fget(self)} of {self.hidden} x {self.intermediate}"  # type: ignore[attr-defined]
+        form = KernelVariant.label.fget(self)  # type: ignore[attr-defined]
+        return f"{form} of {self.hidden} x {self.intermediate}"
 
     @property
     def threads(self) -> int:
@@ -99,25 +99,20 @@ class DecodeVariant(KernelVariant):
         return -(-slots // most)
 
 
-def check_switch() -> None:
-    """Whether the variable says what it may.
-
-    Raises:
-        MarlinMoEError: it says something else than 0 or 1.
-    """
-    value = os.environ.get(SWITCH, "")
-    if value not in ("", "0", "1"):
-        raise MarlinMoEError(
-            f"{SWITCH}: expected 1 (few rows run through the decode path) or 0, got {value!r}. Unset it to "
-            "leave that path off."
-        )
-
-
 def max_rows(facts: LayerFacts) -> int:
-    """The most rows that the decode path runs of a layer; 0 where it runs none."""
-    if not ON or facts.num_experts > MAX_EXPERTS:
+    """The most rows that the decode path runs of a layer; 0 where it runs none.
+
+    No more than make `MAX_NUMBERS` where each is a token tile by itself.
+    """
+    if facts.num_experts > MAX_EXPERTS:
         return 0
-    return min(MAX_SLOTS, max(TOKEN_TILES.values()) * facts.num_global_experts)
+    of_a_tile = max(tile_slots(facts.w13), tile_slots(facts.w2))
+    return min(MAX_SLOTS, max(TOKEN_TILES.values()) * facts.num_global_experts, MAX_NUMBERS // of_a_tile)
+
+
+def tile_slots(matrix: MatrixFacts) -> int:
+    """Slots of a matrix, which a token tile is multiplied with: 512 columns times 256 / bits inputs each."""
+    return -(-matrix.size_n // STAGE_COLUMNS) * (matrix.size_k * matrix.bits // 256)
 
 
 def choose_variant(facts: LayerFacts, *, rows: int, arch: str) -> DecodeVariant | None:
@@ -134,7 +129,8 @@ def token_tile(facts: LayerFacts, *, rows: int) -> int:
 
 def variants(facts: LayerFacts, arch: str) -> tuple[DecodeVariant, ...]:
     """All that `choose_variant` can choose for a layer on an architecture."""
-    tiles = TOKEN_TILES if max_rows(facts) else ()
+    most = max_rows(facts)
+    tiles = [tile for tile in TOKEN_TILES if tile <= token_tile(facts, rows=most)] if most else []
     return tuple(variant(facts, token_tile=tile, arch=arch) for tile in tiles)
 
 

@@ -6,40 +6,63 @@ within 15 %. Routing is taken to be even.
 
 import math
 
-from . import decode
+from . import decode, prefill
 from .problem import LayerFacts, MatrixFacts
 
 BYTES_PER_NS = 4300  # of memory, reading
 FLOP_PER_NS = 650_000  # of wgmma, in the prefill kernels
 
-DECODE_FIXED_NS, DECODE_WEIGHTS_PERCENT = 14_000, 117
-"""Of a decode call: what it takes besides its weights, and what they take, in percent of reading them."""
+DECODE_FIXED_NS, DECODE_WEIGHTS_PERCENT = 13_000, 108
+"""Of a decode call: what it takes besides its weights, and what reading them takes, in percent of their bytes
+at full speed."""
 
-PREFILL_FIXED_NS, PREFILL_WEIGHTS_PERCENT, PREFILL_SHOWN_PERCENT = 30_000, 125, 35
+DECODE_SLOT_NS = {8: 560, 16: 870, 32: 1500}
+"""What a multiprocessor takes for a slot (16 KiB of words: dequantized, multiplied), by token tile. Measured
+with int4 in bf16; 32, which has one team of warps instead of two, is a guess."""
+
+MULTIPROCESSORS = 132
+
+PREFILL_FIXED_NS, PREFILL_WEIGHTS_PERCENT, PREFILL_SHOWN_PERCENT = 26_000, 118, 35
 """Of a prefill call, the same; and how much is seen of weights or products, whichever takes less."""
+
+MOST_FOR_ROUNDS = 1.65  # fewer items than blocks still read faster than their share of the blocks
 
 
 def decode_ns(facts: LayerFacts, *, rows: int) -> int:
     """The decode path's time for `rows` rows (as many as it takes).
 
-    An expert of more rows than a token tile reads and dequantizes its weights again for each: about the time
-    of reading them from memory, since dequantizing takes 0.94 of that (notes, kimi at M = 32).
+    An expert's weights are read from memory once, and dequantized again for each of its token tiles: the call
+    takes as long as the slower of both.
     """
-    active = active_experts(facts, rows=rows)
-    share = -(-_rows_here(facts, rows) // active)
-    usual_most = share + math.isqrt(share)  # a standard deviation more
-    tiles = -(-usual_most // decode.token_tile(facts, rows=rows))
-    return DECODE_FIXED_NS + _weights_ns(facts, active) * tiles * DECODE_WEIGHTS_PERCENT // 100
+    tile = decode.token_tile(facts, rows=rows)
+    weights = _weights_ns(facts, active_experts(facts, rows=rows)) * DECODE_WEIGHTS_PERCENT // 100
+    slots = token_tiles(facts, rows=rows, tile=tile) * sum(map(decode.tile_slots, (facts.w13, facts.w2)))
+    return DECODE_FIXED_NS + max(weights, round(slots * DECODE_SLOT_NS[tile] / MULTIPROCESSORS))
 
 
 def prefill_ns(facts: LayerFacts, *, rows: int) -> int:
-    """The prefill path's time for `rows` rows; not measured below M = 256."""
+    """The prefill path's time for `rows` rows.
+
+    Weights are read as fast as memory allows while every block has a work item: the last round of items of
+    each GEMM takes as long as a full one.
+    """
     here = _rows_here(facts, rows)
-    weights = _weights_ns(facts, active_experts(facts, rows=rows)) * PREFILL_WEIGHTS_PERCENT // 100
+    tile = prefill.choose_tile(-(-rows // facts.num_global_experts))
+    tiles = token_tiles(facts, rows=rows, tile=tile.rows)
+    experts = active_experts(facts, rows=rows)
+    weights = sum(
+        _matrix_ns(matrix, experts) * _rounds(tiles * columns, MULTIPROCESSORS * tile.blocks_per_sm)
+        for matrix, columns in zip((facts.w13, facts.w2), prefill.column_tiles(facts), strict=True)
+    )
     products = 2 * here * sum(m.size_k * m.size_n for m in (facts.w13, facts.w2)) // FLOP_PER_NS
-    less, more = sorted((weights, products))
+    less, more = sorted((round(weights) * PREFILL_WEIGHTS_PERCENT // 100, products))
     slots = 4 * here * facts.hidden_size // BYTES_PER_NS  # written by GEMM 2 and read by the sum
     return PREFILL_FIXED_NS + more + less * PREFILL_SHOWN_PERCENT // 100 + slots
+
+
+def _rounds(items: float, blocks: int) -> float:
+    """By how much longer a GEMM takes because its last round is not full."""
+    return min(MOST_FOR_ROUNDS, math.ceil(items / blocks) * blocks / items)
 
 
 def active_experts(facts: LayerFacts, *, rows: int) -> int:
@@ -48,12 +71,30 @@ def active_experts(facts: LayerFacts, *, rows: int) -> int:
     return max(1, round(facts.num_experts * (1 - missed)))
 
 
+def token_tiles(facts: LayerFacts, *, rows: int, tile: int) -> float:
+    """How many tiles of at most `tile` rows of one expert `rows` rows make on this rank, on average."""
+    others = facts.num_global_experts - 1
+    if others == 0:
+        return -(-rows // tile)
+    share = -(-rows // facts.num_global_experts)
+    chance = (others / facts.num_global_experts) ** rows  # of an expert to have no row
+    tiles = 0.0
+    for count in range(1, min(rows, 4 * share + 40) + 1):  # an expert that has more is too rare to matter
+        chance *= (rows - count + 1) / (count * others)
+        tiles += chance * -(-count // tile)
+    return facts.num_experts * tiles
+
+
 def _rows_here(facts: LayerFacts, rows: int) -> int:
     return -(-rows * facts.num_experts // facts.num_global_experts)
 
 
 def _weights_ns(facts: LayerFacts, experts: int) -> int:
-    return experts * (_expert_bytes(facts.w13) + _expert_bytes(facts.w2)) // BYTES_PER_NS
+    return sum(_matrix_ns(matrix, experts) for matrix in (facts.w13, facts.w2))
+
+
+def _matrix_ns(matrix: MatrixFacts, experts: int) -> int:
+    return experts * _expert_bytes(matrix) // BYTES_PER_NS
 
 
 def _expert_bytes(matrix: MatrixFacts) -> int:

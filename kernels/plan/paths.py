@@ -14,12 +14,12 @@ from .estimate import decode_ns, prefill_ns
 from .problem import LayerFacts
 
 LEAST_ITEMS = 128
-"""Work items of each GEMM from which on the prefill path takes over from the general one.
+"""Work items of each GEMM from which on the prefill path takes over.
 
 An item is a tile of columns of one expert over all of K: fewer than an H200 has multiprocessors (132) leave
-some without work, and the general path splits K instead. That is from 64 rows on for Kimi-K2.5 (M = 8, tp8 as
-well as ep8) and from 22 for Qwen3-30B-A3B (M = 3). Measured are M = 256 (general 770 us, prefill 382 for kimi
-tp8; 295 and 133 for qwen3) and up; below, only the general path has been.
+some without work, and the general path splits K instead. Nearly every layer has as many where decode ends (32
+rows a global expert, at most 2048): all but those with fewer than four such tiles on a rank, or fewer than a
+sixteenth of the global experts. Neither path is measured there.
 """
 
 
@@ -51,7 +51,7 @@ def choose_path(facts: LayerFacts, *, rows: int, arch: str) -> Path:
 
 def row_ranges(facts: LayerFacts, *, arch: str, most: int | None = None) -> tuple[RowRange, ...]:
     """The paths that 1 .. `most` rows take, or any number where None: in order of rows, none empty."""
-    ranges = _all_ranges(facts, arch, decode.max_rows(facts))
+    ranges = _all_ranges(facts, arch)
     if most is None:
         return ranges
     clipped = (
@@ -62,8 +62,8 @@ def row_ranges(facts: LayerFacts, *, arch: str, most: int | None = None) -> tupl
 
 
 @functools.lru_cache(maxsize=1024)
-def _all_ranges(facts: LayerFacts, arch: str, decode_most: int) -> tuple[RowRange, ...]:
-    few = decode_rows(facts, arch=arch, most=decode_most)
+def _all_ranges(facts: LayerFacts, arch: str) -> tuple[RowRange, ...]:
+    few = decode_rows(facts, arch=arch)
     many = prefill_rows(facts, arch=arch, after=few)
     ranges = [RowRange(path=Path.DECODE, first=1, last=few)] if few else []
     if many != few + 1:
@@ -73,11 +73,12 @@ def _all_ranges(facts: LayerFacts, arch: str, decode_most: int) -> tuple[RowRang
     return tuple(ranges)
 
 
-def decode_rows(facts: LayerFacts, *, arch: str, most: int) -> int:
-    """The last row number of the decode path, which takes at most `most`; 0 where it runs nothing.
+def decode_rows(facts: LayerFacts, *, arch: str) -> int:
+    """The last row number of the decode path; 0 where it runs nothing.
 
     Where the prefill path runs the layer too, up to where that is estimated to be faster; else all it takes.
     """
+    most = decode.max_rows(facts)
     if prefill.reason_against(facts, arch) is not None:
         return most
     slower = (

@@ -8,6 +8,7 @@ In dependency order:
     records         what the manifest says of a file, a tensor, a layer
     source          the source's fingerprint, and all that unpacking needs of its files
     manifest        `marlin_moe.json`
+    run_lock        the lock that keeps a second run out of a directory
     journal         the folder of a run in progress: its lock, its partial and its finished files
     tensor_writer   a safetensors file of known shapes, hashed while it is written
     block_memory    a block's results between the stages and a file
@@ -26,4 +27,6 @@ In dependency order:
     cut             a rank's slice of Marlin tensors, where it is a pure cut
     load            packed checkpoint -> layers
     make_files      the files of a repack, each made by itself
+    resume          what an earlier run finished, looked at again before it is kept
+    already         a finished checkpoint where one is to be made
 """

@@ -3,7 +3,7 @@
 No stage that made them runs, so a fault of the stages cannot hide in their repetition.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 
 import torch
@@ -12,7 +12,8 @@ import xxhash
 from ..checkpoint import CONFIG, INDEX, Checkpoint, shorten
 from ..errors import CheckpointError
 from ..progress import Progress
-from ..tensor_file import tensor_bytes
+from ..states import ExpertTensors
+from ..tensor_file import TensorEntry, tensor_bytes
 from .companions import find_companions
 from .differences import Problem, first_difference
 from .durable import COPY_BYTES, read_pieces
@@ -24,23 +25,59 @@ from .restore import RestoredBlock, restored_blocks
 from .source import SourceLayout, describe_source
 from .source_tensors import SourcePart, parts_of
 
+PART_BYTES = 256 << 20
+"""Tensors that are no routed experts are compared in parts of this size, side by side."""
+
+Comparison = Callable[[], Iterator[Problem]]
+
 
 def source_comparisons(
     packed: PackedCheckpoint, source: Checkpoint, progress: Progress, *, block_bytes: int
-) -> list[Callable[[], Iterator[Problem]]]:
+) -> list[Comparison]:
     """Comparisons that find all in which the packed checkpoint is not its source; they may run at once."""
+    fingerprint, config, companions = file_comparisons(packed, source)
     modules = [layer.module for layer in packed.manifest.layers]
+    theirs = {entry.name: entry for entry in rest_tensors(source, modules)}
+    mine = {entry.name: entry for entry in rest_tensors(packed.checkpoint, modules)}
 
-    def of_layer(layer: LayerRecord) -> Callable[[], Iterator[Problem]]:
-        return lambda: _layer_problems(packed, source, layer, progress, block_bytes=block_bytes)
+    def of_layer(layer: LayerRecord) -> Comparison:
+        return lambda: layer_problems(packed.experts(layer), source, layer, progress, block_bytes=block_bytes)
+
+    def of_rest(part: list[TensorEntry]) -> Comparison:
+        return lambda: _rest_problems(packed, source, part, mine, progress)
 
     return [
+        fingerprint,
+        config,
+        *map(of_layer, packed.manifest.layers),
+        lambda: _name_problems(theirs.keys(), mine.keys()),
+        *map(of_rest, _parts([entry for name, entry in theirs.items() if name in mine])),
+        companions,
+    ]
+
+
+def file_comparisons(
+    packed: PackedCheckpoint, source: Checkpoint
+) -> tuple[Comparison, Comparison, Comparison]:
+    """Those that read no tensor: names, sizes and headers of the source's files, its config, companions."""
+    return (
         lambda: _fingerprint_problems(packed, source),
         lambda: _config_problems(packed, source),
-        *map(of_layer, packed.manifest.layers),
-        lambda: _rest_problems(packed, source, modules, progress),
         lambda: _companion_problems(packed, source),
-    ]
+    )
+
+
+def _parts(entries: list[TensorEntry]) -> list[list[TensorEntry]]:
+    """Tensors that lie one after another, `PART_BYTES` of them together."""
+    parts: list[list[TensorEntry]] = []
+    held = PART_BYTES
+    for entry in entries:
+        if held >= PART_BYTES:
+            parts.append([])
+            held = 0
+        parts[-1].append(entry)
+        held += entry.nbytes
+    return parts
 
 
 def _fingerprint_problems(packed: PackedCheckpoint, source: Checkpoint) -> Iterator[Problem]:
@@ -74,9 +111,10 @@ def _config_problems(packed: PackedCheckpoint, source: Checkpoint) -> Iterator[P
             )
 
 
-def _layer_problems(
-    packed: PackedCheckpoint, source: Checkpoint, layer: LayerRecord, progress: Progress, *, block_bytes: int
+def layer_problems(
+    experts: ExpertTensors, source: Checkpoint, layer: LayerRecord, progress: Progress, *, block_bytes: int
 ) -> Iterator[Problem]:
+    """In what the packed experts of a layer, turned back, are not the source's."""
     of_expert, strange = parts_of(layer, source.tensors.values())
     for entry in strange:
         yield Problem(
@@ -93,7 +131,7 @@ def _layer_problems(
             message=f"{layer.module}: expected {len(numbers)} experts in the source, got {len(of_expert)}.",
         )
         return
-    for restored in restored_blocks(packed, layer, numbers, block_bytes=block_bytes):
+    for restored in restored_blocks(experts, layer, numbers, block_bytes=block_bytes):
         yield from _padding_problems(layer, restored)
         for expert in restored.block:
             for part in of_expert[expert]:
@@ -132,18 +170,23 @@ def _padding_problems(layer: LayerRecord, restored: RestoredBlock) -> Iterator[P
             )
 
 
-def _rest_problems(
-    packed: PackedCheckpoint, source: Checkpoint, modules: list[str], progress: Progress
-) -> Iterator[Problem]:
-    theirs = {entry.name: entry for entry in rest_tensors(source, modules)}
-    mine = {entry.name: entry for entry in rest_tensors(packed.checkpoint, modules)}
-    for name in [*(theirs.keys() - mine.keys()), *(mine.keys() - theirs.keys())]:
+def _name_problems(theirs: Set[str], mine: Set[str]) -> Iterator[Problem]:
+    for name in sorted(theirs ^ mine):
         where = "the source alone" if name in theirs else "the packed checkpoint alone"
         yield Problem(name=name, message=f"{name}: expected in both, got it in {where}.")
+
+
+def _rest_problems(
+    packed: PackedCheckpoint,
+    source: Checkpoint,
+    entries: list[TensorEntry],
+    mine: Mapping[str, TensorEntry],
+    progress: Progress,
+) -> Iterator[Problem]:
+    """Tensors of the source that both have, byte for byte."""
     buffers = torch.empty(COPY_BYTES, dtype=torch.uint8), torch.empty(COPY_BYTES, dtype=torch.uint8)
-    for name, entry in theirs.items():
-        if name not in mine:
-            continue
+    for entry in entries:
+        name = entry.name
         progress.advance(entry.nbytes, name)
         if (mine[name].dtype, mine[name].shape) != (entry.dtype, entry.shape):
             yield Problem(
@@ -172,17 +215,16 @@ def _rest_problems(
 def _companion_problems(packed: PackedCheckpoint, source: Checkpoint) -> Iterator[Problem]:
     theirs = set(find_companions(source, follow_links=True).names)
     mine = {record.name: record for record in packed.manifest.plain_files if record.carried}
-    for name in sorted(theirs ^ mine.keys()):
-        where = "the source alone" if name in theirs else "the packed checkpoint alone"
-        yield Problem(name=name, message=f"{name}: expected in both, got it in {where}.")
+    yield from _name_problems(theirs, mine.keys())
     for name in sorted(theirs & mine.keys()):
-        if _file_digest(source.path / name) != mine[name].xxh3_128:
+        if file_digest(source.path / name) != mine[name].xxh3_128:
             yield Problem(
                 name=name, message=f"{packed.path / name}: expected the bytes of {source.path / name}."
             )
 
 
-def _file_digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """xxh3-128 of a file."""
     hashed = xxhash.xxh3_128()
     for piece in read_pieces(path, bytearray(COPY_BYTES)):
         hashed.update(piece)

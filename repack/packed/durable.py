@@ -4,8 +4,9 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from ..tensor_file import file_kind
 
 COPY_BYTES = 8 << 20
 """Bytes of the buffer through which files are copied and hashed."""
+
+LONGEST_DELAY_S = 70.0
+"""Until one machine sees what another has written: NFS may show a folder as it was a minute ago."""
 
 REMEDIES = {
     errno.ENOSPC: "Free space and run it again: it goes on where it stopped.",
@@ -94,11 +98,13 @@ class PartialFile:
         self._fd = -1
 
     def abandon(self) -> None:
-        """Close and remove the file, unless it was synced."""
+        """Close and remove the file, unless it was synced. The error that led here is the one to be told."""
         if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            self.path.unlink(missing_ok=True)
+            descriptor, self._fd = self._fd, -1
+            with suppress(OSError):
+                os.close(descriptor)
+            with suppress(OSError):
+                self.path.unlink(missing_ok=True)
 
 
 def publish(partial: Path, final: Path, root: Path) -> None:
@@ -143,13 +149,24 @@ def canonical_json(content: Any) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
+def comes_true(condition: Callable[[], bool]) -> bool:
+    """Whether a condition on what other machines write holds, at the latest in `LONGEST_DELAY_S`."""
+    deadline = time.monotonic() + LONGEST_DELAY_S
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
+    return True
+
+
 def read_regular(path: Path) -> bytes:
     """The bytes of a regular file; OSError for anything else, a pipe too, which would be waited for."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, f"expected a regular file, got {file_kind(mode)}", str(path))
     with open(fd, "rb") as file:
-        mode = os.fstat(fd).st_mode
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, f"expected a regular file, got {file_kind(mode)}", str(path))
         return file.read()
 
 

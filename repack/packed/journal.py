@@ -8,125 +8,202 @@
     destination/.marlin_moe/complete.json         run.json once all is done; only the folder is left to remove
 
 One record per file, so that several workers and ranks can add theirs. The folder goes when the run is
-complete; what a killed run leaves is what the next one resumes from. Rank 0 opens the run and clears what
-partial files it finds; it does so only when no rank of an earlier run is alive.
+complete; what a killed run leaves is what the next one resumes from. Rank 0 opens the run, gives it a random
+name, which tells the other ranks that their destination is the same directory, and clears what partial files
+it finds; it does so only when no rank of an earlier run is alive.
 """
 
-import fcntl
 import json
 import os
-import shutil
-import socket
-from collections.abc import Mapping
+import uuid
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from ..checkpoint import is_below
 from ..errors import PackedError
 from ..ranks import ALONE, Ranks
-from .durable import fsync_directory, publish, system_errors, write_whole
-from .names import MANIFEST, WORK_FOLDER
+from .durable import comes_true, digest, fsync_directory, publish, read_regular, system_errors, write_whole
+from .names import MANIFEST, RUN, WORK_FOLDER
+from .run_lock import take_lock
 
-RUN = "run.json"
 COMPLETE = "complete.json"
 LOCK = "lock"
 PARTIAL = ".partial"
 FINISHED = ".finished.json"
 
+LONGEST_NAME = 128
+"""Of a file in the folder, before its ending; a longer one is cut and told from others by its hash."""
+
 
 class Journal:
-    """One run that fills the directory `destination`; use it as a context manager.
+    """One run that fills the directory `destination`.
+
+    As a context manager it is opened, and released at the end; of several ranks rank 0 calls `open`, then
+    the others `join` it, and each calls `release`.
 
     Args:
         destination: does not exist, is empty, or holds an interrupted run with the same `run`.
         run: what is made of what, as a JSON object.
-        ranks: which process of those that share the run; the others enter after rank 0 has.
+        ranks: which process of those that share the run.
+        last_file: the name of a file that only a finished run leaves, where there is one.
 
     Raises:
         PackedError: anything else is there, or another run holds the lock; nothing was changed.
     """
 
-    def __init__(self, destination: Path, run: Mapping[str, Any], *, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, destination: Path, run: Mapping[str, Any], *, ranks: Ranks = ALONE, last_file: str | None = None
+    ) -> None:
         self.destination = destination
         self.folder = destination / WORK_FOLDER
         self.run = json.loads(json.dumps(run))
-        self.resumed_files = 0
+        self.run_id = uuid.uuid4().hex
         self.completed = False
-        """An earlier run finished everything and was stopped while it removed its folder."""
-        self._ranks = ranks
+        """An earlier run finished everything."""
+        self._ranks, self._last_file = ranks, last_file
         self._lock = -1
         self._made_destination = False
 
-    def __enter__(self) -> "Journal":
+    def open(self) -> None:
+        """Begin the run or resume it; where an earlier one is `completed`, nothing is left to do."""
         with system_errors(f"{self.destination}: opening the destination"):
-            if not self._ranks.is_first:
-                self._lock = self._take_lock(f"{LOCK}-{self._ranks.rank}")
-                return self
             self._refuse_strangers()
+            if self.completed:
+                return
             self._made_destination = not self.destination.exists()
             self.destination.mkdir(parents=True, exist_ok=True)
-            self._lock = self._take_lock(LOCK)
+            self._lock = take_lock(self.folder / LOCK, self.destination)
             try:
                 self._refuse_ranks_alive()
                 self._open_run()
             except BaseException:
-                self._release()
+                self.release()
                 raise
+
+    def join(self, run_id: str) -> None:
+        """Take part in the run that rank 0 has opened under this name; before that nothing is written.
+
+        Raises:
+            PackedError: it is not here, so this rank's destination is another directory.
+        """
+        with system_errors(f"{self.destination}: joining the run"):
+            if not comes_true(lambda: (_read(self.folder / RUN) or {}).get("id") == run_id):
+                found = "none" if _read(self.folder / RUN) is None else "another one"
+                raise PackedError(
+                    f"{self.destination}: expected the run that rank 0 has begun there, got {found} on rank "
+                    f"{self._ranks.rank}: the two see different directories. Give all {self._ranks.size} "
+                    "ranks one directory that all of them see."
+                )
+            self._lock = take_lock(self.folder / f"{LOCK}-{self._ranks.rank}", self.destination)
+
+    def __enter__(self) -> "Journal":
+        self.open()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._release()
+        self.release()
 
     def partial(self, name: str) -> Path:
         """Where file `name` is written before it is finished."""
-        return self.folder / f"{quote(name, safe='')}{PARTIAL}"
+        return self._place(name, PARTIAL)
 
     def finished(self, name: str) -> dict[str, Any] | None:
-        """The record of a file that an earlier run finished and that still has its size; else None."""
-        try:
-            record = json.loads(self._record(name).read_bytes())
-            present = (self.destination / name).stat().st_size == record["file"]["size_bytes"]
-        except (FileNotFoundError, ValueError):
-            return None
-        if present:
-            self.resumed_files += 1
-            return dict(record)
-        return None
+        """What an earlier run recorded of a file that it finished, or None; the file may be gone since."""
+        with system_errors(f"{self.destination}: reading what is finished"):
+            return _read(self._place(name, FINISHED))
+
+    def forget_others(self, names: Collection[str]) -> None:
+        """Remove what an earlier run finished and this one has not: files that left the source since."""
+        with system_errors(f"{self.destination}: removing what is no longer in the source"):
+            for place in sorted(self.folder.glob(f"*{FINISHED}")):
+                record = _read(place)
+                file = record.get("file") if record is not None else None
+                name = file.get("name") if isinstance(file, dict) else None
+                if not isinstance(name, str) or self._place(name, FINISHED) != place or name in names:
+                    continue
+                if is_below(name):
+                    (self.destination / name).unlink(missing_ok=True)
+                place.unlink()
 
     def finish(self, name: str, record: Mapping[str, Any]) -> None:
-        """The synced partial of `name` gets its record (`record["file"]`: its size), then its final name.
+        """The synced partial of `name` gets its record, then its final name.
 
         In this order a file with its final name is never made again, whenever the run is killed.
         """
-        text = json.dumps(record).encode()
-        write_whole(self._record(name).with_suffix(PARTIAL), self._record(name), text)
+        self.note(name, record)
         publish(self.partial(name), self.destination / name, self.destination)
 
+    def note(self, name: str, record: Mapping[str, Any]) -> None:
+        """The record of a finished file, alone."""
+        place = self._place(name, FINISHED)
+        write_whole(place.with_suffix(PARTIAL), place, json.dumps(record).encode())
+
     def complete(self) -> None:
-        """Everything is finished: the folder goes."""
-        with system_errors(f"{self.folder}: removing the finished run's folder"):
+        """Everything is finished: the folder goes, after the other ranks have let go of their locks.
+
+        Where it cannot go it does no harm: `complete.json` stays, or the last file of the run tells.
+        """
+        if self._lock < 0:
+            return
+        with system_errors(f"{self.folder}: marking the run as complete"):
             if not self.completed:
                 os.rename(self.folder / RUN, self.folder / COMPLETE)
                 fsync_directory(self.folder)
+        with suppress(OSError):
             for path in self.folder.iterdir():
                 if path.name not in (LOCK, COMPLETE):
-                    path.unlink(missing_ok=True)  # a rank's lock: it may be letting go of it
-            (self.folder / LOCK).unlink()
-            (self.folder / COMPLETE).unlink()
+                    path.unlink(missing_ok=True)
+        self._let_go()  # NFS keeps an open file that is removed, and the folder with it
+        with suppress(OSError):
+            (self.folder / LOCK).unlink(missing_ok=True)
+            if [path.name for path in self.folder.iterdir()] == [COMPLETE]:
+                (self.folder / COMPLETE).unlink()
             self.folder.rmdir()
-        self._let_go()
 
-    def _record(self, name: str) -> Path:
-        return self.folder / f"{quote(name, safe='')}{FINISHED}"
+    def release(self) -> None:
+        """Let go of the lock; one that finished nothing leaves nothing, unless other ranks may write.
+
+        Only this run's own files are removed, the lock last: then another run may begin.
+        """
+        if self._lock < 0:
+            return
+        leave = False
+        with suppress(OSError):  # the error that ended the run is the one to be told
+            leave = self._ranks.size == 1 and self._is_fruitless()
+            if leave:
+                for place in (*self.folder.glob(f"*{PARTIAL}"), self.folder / RUN, self.folder / LOCK):
+                    place.unlink(missing_ok=True)
+        self._let_go()
+        if leave:
+            with suppress(OSError):
+                self.folder.rmdir()
+                if self._made_destination:
+                    self.destination.rmdir()
+
+    def _let_go(self) -> None:
+        lock, self._lock = self._lock, -1
+        with suppress(OSError):
+            os.close(lock)
+
+    def _place(self, name: str, ending: str) -> Path:
+        quoted = quote(name, safe="")
+        if len(quoted) > LONGEST_NAME:
+            quoted = f"{quoted[: LONGEST_NAME // 2]}-{digest(name.encode())}"
+        return self.folder / f"{quoted}{ending}"
 
     def _refuse_strangers(self) -> None:
         if self.destination.exists() and not self.destination.is_dir():
             raise PackedError(f"{self.destination}: expected a directory or nothing there, got a file.")
         if self.destination.is_dir() and not self.folder.is_dir():
             found = sorted(path.name for path in self.destination.iterdir())
-            if MANIFEST in found:
+            if self._last_file in found:
+                self.completed = True
+            elif MANIFEST in found:
                 raise self._is_finished()
-            if found:
+            elif found:
                 raise PackedError(
                     f"{self.destination}: expected an empty directory, none, or an interrupted run to "
                     f"resume, got {len(found)} files or folders ({', '.join(found[:4])}). "
@@ -139,39 +216,10 @@ class Journal:
             "Remove it first, or choose another destination."
         )
 
-    def _take_lock(self, name: str) -> int:
-        """The lock's descriptor. A lock that its holder removed meanwhile is taken anew."""
-        place = self.folder / name
-        for _ in range(100):
-            self.folder.mkdir(exist_ok=True)
-            try:
-                lock = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            except FileNotFoundError:
-                continue
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(lock), os.stat(place)):
-                    os.ftruncate(lock, 0)
-                    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
-                    held, lock = lock, -1
-                    return held
-            except BlockingIOError as error:
-                holder = os.pread(lock, 200, 0).decode(errors="replace") or "another process"
-                raise PackedError(
-                    f"{place}: expected no other run on {self.destination}, got one: {holder}. "
-                    "Wait for it, or stop it and run again: that resumes."
-                ) from error
-            except FileNotFoundError:
-                continue
-            finally:
-                if lock >= 0:
-                    os.close(lock)
-        raise PackedError(f"{place}: expected to take the lock, but it keeps disappearing.")
-
     def _refuse_ranks_alive(self) -> None:
         """Raise where a rank of an earlier run still writes; the locks of dead ones go."""
         for place in sorted(self.folder.glob(f"{LOCK}-*")):
-            os.close(self._take_lock(place.name))
+            os.close(take_lock(place, self.destination))
             place.unlink()
 
     def _open_run(self) -> None:
@@ -181,53 +229,42 @@ class Journal:
             found = _read(self.folder / RUN)
         if found is None:
             self._refuse_unknown()
-        elif found != self.run and (self.completed or not self._fruitless()):
-            keys = [key for key in {**found, **self.run} if found.get(key) != self.run.get(key)]
+        elif (run := found.get("run")) != self.run and (self.completed or not self._is_fruitless()):
+            run = run if isinstance(run, dict) else {}
+            keys = [key for key in {**run, **self.run} if run.get(key) != self.run.get(key)]
             raise PackedError(
                 f"{self.destination}: expected an interrupted run of the same source, to resume it, got "
                 f"one that differs in {', '.join(keys)}: the source is another one or was changed since. "
                 f"Remove {self.destination} to start anew."
             )
+        if self.completed:
+            return
         for path in self.folder.glob(f"*{PARTIAL}"):
             path.unlink()
-        if found != self.run:
-            text = json.dumps(self.run).encode()
-            write_whole(self.folder / f"{RUN}{PARTIAL}", self.folder / RUN, text)
+        text = json.dumps({"id": self.run_id, "run": self.run}).encode()
+        write_whole(self.folder / f"{RUN}{PARTIAL}", self.folder / RUN, text)
 
     def _refuse_unknown(self) -> None:
-        """Without a word on whose run this is, the directory has to be empty."""
+        """Without a word on whose run this is, the directory has to be empty, or finished."""
         others = sorted(path.name for path in self.destination.iterdir() if path.name != WORK_FOLDER)
         if not others:
             return
-        if [path.name for path in self.folder.iterdir()] == [LOCK]:
-            shutil.rmtree(self.folder)
-        if MANIFEST in others:  # the run that made it was killed while it removed its folder
+        if self._last_file in others:  # the run that made it was stopped while it removed its folder
+            self.completed = True
+            return
+        if MANIFEST in others:
             raise self._is_finished()
         raise PackedError(
             f"{self.destination}: expected an empty directory or an interrupted run to resume, got "
             f"{', '.join(others[:4])} and no {WORK_FOLDER}/{RUN}. Choose another destination."
         )
 
-    def _fruitless(self) -> bool:
-        """Nothing was finished, and nothing else lies in the destination."""
+    def _is_fruitless(self) -> bool:
+        """Nothing was finished, and nothing else lies in the destination; or nothing lies in the folder."""
+        if [path.name for path in self.folder.iterdir()] == [LOCK]:
+            return True
         only = [path.name for path in self.destination.iterdir()] == [WORK_FOLDER]
         return only and not any(self.folder.glob(f"*{FINISHED}"))
-
-    def _release(self) -> None:
-        """Let go of the lock; one that finished nothing leaves nothing, unless other ranks may write."""
-        if self._lock < 0:
-            return
-        try:
-            if self._ranks.size == 1 and self.folder.is_dir() and self._fruitless():
-                shutil.rmtree(self.folder)
-                if self._made_destination:
-                    self.destination.rmdir()
-        finally:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        os.close(self._lock)
-        self._lock = -1
 
 
 def refuse_nested(source: Path, destination: Path) -> None:
@@ -243,7 +280,7 @@ def refuse_nested(source: Path, destination: Path) -> None:
 def _read(place: Path) -> dict[str, Any] | None:
     """A JSON object, or None where there is no whole one."""
     try:
-        content = json.loads(place.read_bytes())
-    except (FileNotFoundError, ValueError):
+        content = json.loads(read_regular(place))
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

@@ -19,9 +19,10 @@ from .records import LayerRecord, PlainFileRecord, TensorFileRecord
 from .repack_plan import LayerPlan, RepackPlan, offline_context
 from .rest_files import write_rest_file
 from .source_checks import source_checks
+from .tensor_writer import FilePlan
 
 Records = dict[str, dict[str, Any]]
-"""File name -> what the journal says of it: `file`, and of a layer `dead_projections`."""
+"""File name -> what the journal says: `file`, `stamps` of its sources, of a layer `dead_projections`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +30,22 @@ class FileTask:
     """One file to make; `make` writes it whole, publishes it and gives the journal's record of it.
 
     Layers are made before the rest: a source with values that are refused leaves no other files.
+
+    Attributes:
+        plan: a LayerPlan, a FilePlan, or of another file its name.
+        sources: the source's files that its bytes come from; none of a file that the fingerprint decides.
     """
 
     name: str
     size_bytes: int
     make: Callable[[], dict[str, Any]]
-    is_layer: bool = False
+    plan: Any
+    sources: tuple[str, ...] = ()
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it holds the experts of a layer."""
+        return isinstance(self.plan, LayerPlan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +82,27 @@ class FileMaker:
     def _task(
         self, name: str, size_bytes: int, make: Callable[[Any], dict[str, Any]], argument: Any
     ) -> FileTask:
+        sources = self._sources(argument)
+
         def finish() -> dict[str, Any]:
-            record = make(argument)
+            record = make(argument) | {"stamps": self.stamps(sources)}
             self.journal.finish(name, record)
             return record
 
-        return FileTask(
-            name=name, size_bytes=size_bytes, make=finish, is_layer=isinstance(argument, LayerPlan)
-        )
+        return FileTask(name=name, size_bytes=size_bytes, make=finish, plan=argument, sources=sources)
+
+    def _sources(self, plan: LayerPlan | FilePlan | str) -> tuple[str, ...]:
+        tensors = self.checkpoint.tensors
+        if isinstance(plan, LayerPlan):
+            inside = f"{plan.source.name}."
+            return tuple(dict.fromkeys(e.file for name, e in tensors.items() if name.startswith(inside)))
+        if isinstance(plan, FilePlan):
+            return tuple(dict.fromkeys(tensors[name].file for name in plan.entries))
+        return () if plan in self.plan.contents else (plan,)
+
+    def stamps(self, sources: tuple[str, ...]) -> dict[str, list[int]]:
+        """Of some of the source's files, as they were when this run began."""
+        return {name: list(self.plan.stamps[name]) for name in sources}
 
     def _layer(self, layer: LayerPlan) -> dict[str, Any]:
         dead: list[str] = []

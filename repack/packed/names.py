@@ -15,6 +15,9 @@ MANIFEST = "marlin_moe.json"
 SOURCE_CONFIG = "source_config.json"
 SOURCE_FILES = "source_files.json"
 WORK_FOLDER = ".marlin_moe"
+RUN = "run.json"
+"""In the work folder: a run that has not finished."""
+
 OWN_FILES = (CONFIG, INDEX, SOURCE_CONFIG, SOURCE_FILES)
 RESERVED = (MANIFEST, *OWN_FILES)
 MARKER = {"quant_method": FORMAT, "version": VERSION}
@@ -81,7 +84,7 @@ def is_packed(path: str | Path) -> bool:
     """Whether a directory is a packed checkpoint, or what an interrupted run left of one."""
     path = Path(path)
     try:
-        if (path / MANIFEST).exists() or (path / WORK_FOLDER).is_dir():
+        if (path / MANIFEST).exists() or (path / WORK_FOLDER / RUN).exists():
             return True
         if not (path / CONFIG).is_file():
             return False  # a pipe would be waited for

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import torch
 
@@ -12,7 +13,7 @@ from ..errors import ExpertsError, PackedError, report
 from ..experts.find import ExpertsModule
 from ..progress import NoProgress, Progress
 from ..states import ExpertTensors
-from ..tensor_file import tensor_bytes
+from ..tensor_file import TensorEntry, TensorFile, tensor_bytes
 from .integrity import hash_problems, header_problems, layer_problems, own_file_problems, size_problems
 from .manifest import Manifest
 from .names import tensor_name
@@ -71,21 +72,7 @@ class PackedCheckpoint:
 
     def experts(self, layer: LayerRecord) -> ExpertTensors:
         """The packed tensors of a layer, expert by expert: `<expert>.<field of the state>`."""
-        entries = {
-            field: self.checkpoint.tensors[name]
-            for field in FIELDS
-            if (name := tensor_name(layer.module, field)) in self.checkpoint.tensors
-        }
-        experts = tuple(range(layer.facts.num_experts))
-        module = ExpertsModule(
-            name=layer.module, spelling=layer.spelling, experts=experts, keys=(), fields=frozenset(entries)
-        )
-        shapes = {
-            f"{expert}.{field}": (entry.torch_dtype, entry.shape[1:])
-            for expert in experts
-            for field, entry in entries.items()
-        }
-        return ExpertTensors(module=module, shapes=shapes, source=PackedSource(self.checkpoint, layer.module))
+        return packed_experts(self.checkpoint, layer)
 
     def check_hashes(self, progress: Progress | None = None) -> None:
         """Compare the hash of every tensor and file; PackedError names all that differ."""
@@ -110,11 +97,45 @@ class PackedCheckpoint:
         self.close()
 
 
+class OpenTensors(Protocol):
+    """Open safetensors files and what lies in them, by name."""
+
+    tensors: dict[str, TensorEntry]
+    files: dict[str, TensorFile]
+
+
+class OneFile:
+    """`OpenTensors` of a single open file."""
+
+    def __init__(self, file: TensorFile) -> None:
+        self.tensors = dict(file.entries)
+        self.files = {file.name: file}
+
+
+def packed_experts(opened: OpenTensors, layer: LayerRecord) -> ExpertTensors:
+    """The packed tensors of a layer, expert by expert: `<expert>.<field of the state>`."""
+    entries = {
+        field: opened.tensors[name]
+        for field in FIELDS
+        if (name := tensor_name(layer.module, field)) in opened.tensors
+    }
+    experts = tuple(range(layer.facts.num_experts))
+    module = ExpertsModule(
+        name=layer.module, spelling=layer.spelling, experts=experts, keys=(), fields=frozenset(entries)
+    )
+    shapes = {
+        f"{expert}.{field}": (entry.torch_dtype, entry.shape[1:])
+        for expert in experts
+        for field, entry in entries.items()
+    }
+    return ExpertTensors(module=module, shapes=shapes, source=PackedSource(opened, layer.module))
+
+
 @dataclass(frozen=True, slots=True)
 class PackedSource:
     """`TensorSource` over the packed tensors of one layer."""
 
-    checkpoint: Checkpoint
+    checkpoint: OpenTensors
     module: str
     fills_any_device: bool = False
     maps: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -1,6 +1,7 @@
 """All that a repack will write, before its first byte: layers and their files, rest files, companions."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,12 +9,14 @@ import torch
 from ...kernels.layer import WHOLE
 from ..blocks import TensorSpec, plan
 from ..check import expert_facts
-from ..checkpoint import CONFIG, INDEX, Checkpoint
-from ..errors import PackedError
+from ..checkpoint import CONFIG, INDEX, Checkpoint, shorten
+from ..errors import CheckpointError, PackedError
 from ..layers import MoELayerSource, moe_layers
 from ..pipeline import Pipeline
 from ..states import Context, ExpertFacts
+from ..tensor_file import Stamp, stamp_of
 from .companions import Companions, find_companions
+from .durable import system_errors
 from .integrity import expected_tensors
 from .layer_file import plan_layer_file
 from .names import SOURCE_CONFIG, SOURCE_FILES, is_packed, layer_files, packed_config
@@ -53,7 +56,8 @@ class RepackPlan:
         companions: files to copy.
         contents: small files by name: configs, index, the source's headers.
         source: the fingerprint.
-        mtimes_ns: of every source file: one that changes during or between runs is an error.
+        stamps: of every source file: one that changes during a run is an error, and what was made of one
+            that changed since is looked at again.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -61,7 +65,7 @@ class RepackPlan:
     companions: Companions
     contents: dict[str, bytes]
     source: SourceRecord
-    mtimes_ns: dict[str, int]
+    stamps: dict[str, Stamp]
 
 
 def plan_repack(checkpoint: Checkpoint, *, device: torch.device, follow_links: bool) -> RepackPlan:
@@ -76,13 +80,20 @@ def plan_repack(checkpoint: Checkpoint, *, device: torch.device, follow_links: b
             f"{checkpoint.path}: expected a source checkpoint, got one that is already packed. Load it as "
             "it is, or unpack it."
         )
+    companions = find_companions(checkpoint, follow_links=follow_links)
+    stamps = source_stamps(checkpoint, companions)  # before anything is read again
+    refuse_change(checkpoint, {name: file.stamp for name, file in checkpoint.files.items()}, stamps)
     sources = moe_layers(checkpoint)
     names = layer_files(list(sources))
     layers = tuple(_plan_layer(source, names[module], device) for module, source in sources.items())
     rest = tuple(plan_rest_files(rest_tensors(checkpoint, list(sources))))
     record, layout = describe_source(checkpoint)
     config = (checkpoint.path / CONFIG).read_bytes()
-    companions = find_companions(checkpoint, follow_links=follow_links)
+    if (
+        json.loads(config) != checkpoint.config
+        or (layout.index and json.loads(layout.index)) != checkpoint.index
+    ):
+        raise changed_source(checkpoint, [CONFIG, INDEX])
     files = [*(layer.file for layer in layers), *rest]
     weight_map = {name: file.name for file in files for name in file.entries}
     total = sum(entry.nbytes for file in files for entry in file.entries.values())
@@ -98,7 +109,7 @@ def plan_repack(checkpoint: Checkpoint, *, device: torch.device, follow_links: b
         companions=companions,
         contents=contents,
         source=record,
-        mtimes_ns=source_mtimes(checkpoint, companions),
+        stamps=stamps,
     )
 
 
@@ -108,11 +119,31 @@ def index_text(weight_map: dict[str, str], total_bytes: int) -> bytes:
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def source_mtimes(checkpoint: Checkpoint, companions: Companions) -> dict[str, int]:
-    """File name -> time of its last change, of all that is read."""
+def source_stamps(checkpoint: Checkpoint, companions: Companions) -> dict[str, Stamp]:
+    """File name -> its stamp, of all that is read.
+
+    Raises:
+        PackedError: one is gone.
+    """
     index = [INDEX] if checkpoint.index is not None else []
     names = (CONFIG, *index, *checkpoint.files, *companions.names)
-    return {name: (checkpoint.path / name).stat().st_mtime_ns for name in names}
+    with system_errors(f"{checkpoint.path}: looking at its files"):
+        return {name: stamp_of((checkpoint.path / name).stat()) for name in names}
+
+
+def refuse_change(checkpoint: Checkpoint, before: Mapping[str, Stamp], now: Mapping[str, Stamp]) -> None:
+    """Raise CheckpointError where a file of the source is not what it was."""
+    changed = [name for name, stamp in before.items() if now[name] != stamp]
+    if changed:
+        raise changed_source(checkpoint, changed)
+
+
+def changed_source(checkpoint: Checkpoint, names: list[str]) -> CheckpointError:
+    """The error of a source that does not stay as it is."""
+    return CheckpointError(
+        f"{checkpoint.path}: expected a source that stays as it is while it is repacked, got a change of "
+        f"{shorten(names)}. Run it again: what was made of that is looked at again."
+    )
 
 
 def offline_context(

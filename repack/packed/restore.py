@@ -15,9 +15,8 @@ from ..errors import ExpertsError, PackedError
 from ..quant_methods.method import PackedForm
 from ..quant_methods.table import METHODS
 from ..staging import HostMemory
-from ..states import ExpertFacts
+from ..states import ExpertFacts, ExpertTensors
 from .invert import Inverted, inverted, read_packed
-from .reader import PackedCheckpoint
 from .records import LayerRecord
 from .source_tensors import SourcePart
 
@@ -75,16 +74,15 @@ class RestoredBlock:
 
 
 def restored_blocks(
-    packed: PackedCheckpoint, layer: LayerRecord, experts: Collection[int], *, block_bytes: int
+    packed: ExpertTensors, layer: LayerRecord, experts: Collection[int], *, block_bytes: int
 ) -> Iterator[RestoredBlock]:
     """The given experts of a layer, block after block under a byte budget, each read over the one before."""
-    source = packed.experts(layer)
     memory: HostMemory | None = None
     for stretch in stretches(experts):
-        for block in blocks(source, stretch, block_bytes=block_bytes):
-            memory = memory or block_memory(source, block)
+        for block in blocks(packed, stretch, block_bytes=block_bytes):
+            memory = memory or block_memory(packed, block)
             memory.clear()
-            tensors = read_packed(source, block, torch.device("cpu"), staging=memory)
+            tensors = read_packed(packed, block, torch.device("cpu"), staging=memory)
             yield RestoredBlock(layer, block, inverted(tensors, layer.facts))
 
 

@@ -63,7 +63,11 @@ class TensorWriter:
         self._file = PartialFile(journal.partial(plan.name), plan.size_bytes)
         self._hashes = {name: xxhash.xxh3_128() for name in plan.entries}
         self._done = dict.fromkeys(plan.entries, 0)
-        self._file.write(0, memoryview(plan.header))
+        try:
+            self._file.write(0, memoryview(plan.header))
+        except BaseException:
+            self._file.abandon()  # no `with` block has begun that would
+            raise
 
     def append(self, name: str, data: memoryview) -> None:
         """The next bytes of tensor `name`."""

@@ -14,7 +14,6 @@ from marlin_moe.cli import machine
 from marlin_moe.cli.machine import examine_machine
 from marlin_moe.cli.main import main
 from marlin_moe.kernels.backends.choose import BACKENDS
-from marlin_moe.kernels.plan import decode
 from marlin_moe.repack.native.path import SWITCH, load_extension
 
 
@@ -24,7 +23,7 @@ def doctor(*arguments: str) -> Result:
 
 @pytest.fixture(autouse=True)
 def no_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in (SWITCH, "MARLIN_MOE_JIT", "MARLIN_MOE_DECODE"):
+    for variable in (SWITCH, "MARLIN_MOE_JIT"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("MARLIN_MOE_CACHE", str(tmp_path / "cache"))
 
@@ -124,7 +123,7 @@ def test_the_kernel_cache_is_counted(tmp_path: Path) -> None:
         "reason": None,
         "problem": None,
     }
-    assert (kernels["compiling"], kernels["decode_path"]) == (True, decode.ON)
+    assert kernels["compiling"] is True
 
 
 @pytest.mark.parametrize("below", ["", "/below"])
@@ -156,30 +155,20 @@ def test_a_cache_that_is_refused_is_a_problem(tmp_path: Path, monkeypatch: pytes
         assert re.search(rf"kernel cache  refused: .*{said}", result.stdout)
 
 
-@pytest.mark.parametrize(
-    ("variable", "name"), [("MARLIN_MOE_JIT", "compiling"), ("MARLIN_MOE_DECODE", "decode path")]
-)
-def test_a_variable_that_says_something_impossible_is_a_problem(
-    monkeypatch: pytest.MonkeyPatch, variable: str, name: str
-) -> None:
-    monkeypatch.setenv(variable, "bogus")
+def test_a_variable_that_says_something_impossible_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARLIN_MOE_JIT", "bogus")
     result = doctor()
     assert result.exit_code == 1
-    assert f"{variable}: expected" in result.stderr
-    assert f"{name:<13} not known ({variable}=bogus)" in result.stdout
+    assert "MARLIN_MOE_JIT: expected" in result.stderr
+    assert "compiling     not known (MARLIN_MOE_JIT=bogus)" in result.stdout
 
 
-def test_what_the_variables_say_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = doctor().stdout
-    assert "compiling     allowed (MARLIN_MOE_JIT is not set)" in shown
-    assert re.search(r"decode path   (on|off) \(MARLIN_MOE_DECODE is not set\)", shown)
+def test_what_the_variable_says_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "compiling     allowed (MARLIN_MOE_JIT is not set)" in doctor().stdout
     monkeypatch.setenv("MARLIN_MOE_JIT", "forbid")
     result = doctor()
     assert result.exit_code == 0
     assert "compiling     forbidden (MARLIN_MOE_JIT=forbid)" in result.stdout
-    monkeypatch.setattr(decode, "ON", True)
-    monkeypatch.setenv("MARLIN_MOE_DECODE", "1")
-    assert "decode path   on (MARLIN_MOE_DECODE=1)" in doctor().stdout
 
 
 def test_json_is_the_report() -> None:

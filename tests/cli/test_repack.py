@@ -60,6 +60,21 @@ def test_repack_as_json(tmp_path: Path, source: Source) -> None:
     assert report["packed_bytes"] == sum(f.stat().st_size for f in (tmp_path / "packed").iterdir())
 
 
+def test_repack_again_has_nothing_to_do(tmp_path: Path, source: Source, packed: Path) -> None:
+    arguments = ("repack", tmp_path / "source", packed)
+    result = run(*arguments)
+    assert result.exit_code == 0, result.stderr
+    summary, advice = result.stdout.splitlines()
+    assert summary.startswith(f"{packed}: already complete: 2 layers, ")
+    assert summary.endswith(f" of {tmp_path / 'source'}")
+    assert advice == f"prove it: marlin-moe verify {packed} {tmp_path / 'source'}"
+    assert json.loads(run(*arguments, "--json").stdout)["already_complete"] is True
+    write_checkpoint(tmp_path / "other", num_layers=1)
+    result = run("repack", tmp_path / "other", packed)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "differs from it" in result.stderr
+
+
 def test_a_refused_source_leaves_nothing_that_loads(tmp_path: Path, source: Source) -> None:
     drop_tensor(tmp_path / "source", f"{source.spec.module(1)}.3.gate_proj.weight_scale")
     result = run("repack", tmp_path / "source", tmp_path / "packed")
@@ -102,6 +117,31 @@ def test_a_device_that_is_none_is_a_wrong_flag(tmp_path: Path, source: Source, d
     assert not (tmp_path / "packed").exists()
 
 
+@pytest.mark.parametrize(
+    ("rank", "devices", "expected"),
+    [(None, 4, "cuda"), ("3", 4, "cuda:3"), ("3", 1, "cuda:0"), ("2", 0, "cuda:0")],
+)
+def test_cuda_is_a_gpu_of_each_ranks_own(
+    monkeypatch: pytest.MonkeyPatch, rank: str | None, devices: int, expected: str
+) -> None:
+    import click
+
+    asked = []
+    monkeypatch.setattr(torch, "empty", lambda *_, device: asked.append(str(device)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    option = next(p for p in main.get_command(click.Context(main), "repack").params if p.name == "device")
+    context = click.Context(main)
+    assert [str(option.callback(context, option, value)) for value in ("cuda", "cuda:1", "cpu")] == [
+        expected,
+        "cuda:1",
+        "cpu",
+    ]
+    assert asked == [expected, "cuda:1", "cpu"]
+
+
 def test_verify_sums_up_what_was_compared(tmp_path: Path, source: Source, packed: Path) -> None:
     result = run("verify", packed, tmp_path / "source")
     assert (result.exit_code, result.stderr) == (0, "")
@@ -141,6 +181,15 @@ def test_unpack_gives_the_source_again(tmp_path: Path, source: Source, packed: P
     assert sorted(os.listdir(tmp_path / "again")) == names
     for name in names:
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "source" / name).read_bytes()
+
+
+def test_unpack_again_has_nothing_to_do(tmp_path: Path, source: Source, packed: Path) -> None:
+    assert run("unpack", packed, tmp_path / "again").exit_code == 0
+    result = run("unpack", packed, tmp_path / "again")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith(
+        f"{tmp_path / 'again'}: already complete: 2 layers, {len(source.tensors)} "
+    )
 
 
 def test_unpack_as_json(tmp_path: Path, source: Source, packed: Path) -> None:

@@ -12,11 +12,10 @@ from checkpoints import write_checkpoint
 from marlin_moe import reserve
 from marlin_moe.kernels import ahead, device, workspace
 from marlin_moe.kernels.backends import cuda_moe, prefill
-from marlin_moe.kernels.errors import MarlinMoEError
 from marlin_moe.kernels.jit.spec import BuildSpec
 from marlin_moe.kernels.plan import cuda_moe as planner
-from marlin_moe.kernels.plan import decode
 from marlin_moe.kernels.plan.cuda_moe import Variant
+from marlin_moe.kernels.plan.decode import DecodeVariant
 from marlin_moe.kernels.plan.prefill import PrefillVariant
 from marlin_moe.kernels.plan.problem import LayerFacts
 from marlin_moe.kernels.plan.variant import MoEVariant
@@ -52,15 +51,17 @@ def specs_of(variants: Iterable[Variant], arch: str = "sm_90a") -> set[BuildSpec
 
 
 def test_equal_layers_are_compiled_once(asked: list[Any]) -> None:
-    one, other = facts(num_experts=7), facts(num_experts=7, bits=8)
+    one, other = facts(num_experts=3), facts(num_experts=3, bits=8)
     ahead.compile_for([(one, 1), (other, 2**20), (one, 2**20)], CUDA)
     variants = {*planner.variants(one, "sm_90a"), *planner.variants(other, "sm_90a")}
     compiled, *loaded = asked
     assert len(compiled) == len(set(compiled)), "a route kernel is shared"
     assert set(compiled) == specs_of(variants)
-    assert {spec.source.name for spec in compiled} == {"moe.cu", "prefill_gemm.cu", "prefill_route.cu"}
+    assert {spec.source.name for spec in compiled} == {
+        *("decode.cu", "moe.cu", "prefill_gemm.cu", "prefill_route.cu")
+    }
     assert len(loaded) == len(variants)
-    assert set(loaded) == {(variant, 7, CUDA) for variant in variants}
+    assert set(loaded) == {(variant, 3, CUDA) for variant in variants}
 
 
 def test_where_compiling_is_forbidden_the_cache_must_have_it(
@@ -76,29 +77,18 @@ def test_every_variant_is_loaded_by_its_path(monkeypatch: pytest.MonkeyPatch) ->
     loaded: list[Any] = []
     for module in (cuda_moe, prefill):
         monkeypatch.setattr(module, "prepared", lambda variant, *_: loaded.append(variant))
-    variants = planner.variants(facts(), "sm_90a")
-    assert {type(variant) for variant in variants} == {MoEVariant, PrefillVariant}
+    variants = planner.variants(facts(num_experts=3), "sm_90a")
+    assert {type(variant) for variant in variants} == {DecodeVariant, MoEVariant, PrefillVariant}
     for variant in variants:
         cuda_moe.load_ahead(variant, 5, CUDA)
     assert tuple(loaded) == variants
 
 
-def test_a_switch_that_says_something_impossible_is_refused(
-    asked: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MARLIN_MOE_DECODE", "on")
-    with pytest.raises(MarlinMoEError, match=r"MARLIN_MOE_DECODE: expected 1 .*got 'on'"):
-        ahead.compile_for([(facts(), 1)], CUDA)
-    assert asked == []
-
-
 @pytest.mark.parametrize("max_tokens", [1, 20, 70, 300, 8192])
-@pytest.mark.parametrize("decode_path", [False, True])
 def test_what_build_makes_is_what_reserve_asks_for(
-    tmp_path: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch, max_tokens: int, decode_path: bool
+    tmp_path: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch, max_tokens: int
 ) -> None:
     """No more, so that a process that may not compile gets no error for a kernel that no call can choose."""
-    monkeypatch.setattr(decode, "ON", decode_path)
     for needs_a_stream in ("_check_room", "_bind"):
         monkeypatch.setattr(Workspace, needs_a_stream, Mock())
     write_checkpoint(tmp_path, num_layers=2, num_experts=4, symmetric=False)

@@ -4,21 +4,17 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 
 from cuda_variants import DECODE_NAMES, decode_variants
 from marlin_moe.kernels.plan import cuda_moe, decode
 from marlin_moe.kernels.plan.decode import DecodeVariant
-from marlin_moe.kernels.plan.problem import LayerFacts
+from marlin_moe.kernels.plan.problem import LayerFacts, MatrixFacts
 from marlin_moe.kernels.plan.variant import MoEVariant
 from random_layer import random_layer
 
 STATIC_BYTES = 4096  # what the kernel has beside its dynamic shared memory, at most
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a", "sm_199a")
-
-
-@pytest.fixture(autouse=True)
-def on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "ON", True)
 
 
 def facts(**changes: Any) -> LayerFacts:
@@ -52,18 +48,62 @@ def test_few_rows_take_the_decode_path_and_more_the_general_one() -> None:
     assert (chosen[192 - 1].kernel, chosen[193 - 1].kernel) == ("decode", "moe")
 
 
-def test_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = facts()
-    asked = cuda_moe.plan_workspace(layer, rows=8, blocks=264, arch="sm_90a")
-    monkeypatch.setattr(decode, "ON", False)
-    assert not any(isinstance(variant, DecodeVariant) for variant in cuda_moe.variants(layer, "sm_90a"))
-    assert cuda_moe.plan_workspace(layer, rows=8, blocks=264, arch="sm_90a").nbytes < asked.nbytes
-
-
 def test_variants_are_what_is_chosen_in_the_order_of_rows() -> None:
     for layer in (facts(num_experts=6), facts(num_experts=200, hidden_size=64), facts(num_experts=1)):
-        chosen = (cuda_moe.choose_variant(layer, rows=rows, arch="sm_89") for rows in range(1, 9000))
+        chosen = [cuda_moe.choose_variant(layer, rows=rows, arch="sm_89") for rows in range(1, 9000)]
         assert tuple(variant for variant, _ in itertools.groupby(chosen)) == cuda_moe.variants(layer, "sm_89")
+        of_decode = (variant for variant in chosen[: decode.max_rows(layer)])
+        assert tuple(v for v, _ in itertools.groupby(of_decode)) == decode.variants(layer, "sm_89")
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "bits", "w2_bits", "gated", "last"),
+    [
+        (7168, 2048, 4, 4, True, 2048),
+        (7168, 2048, 8, 4, True, 2048),
+        (4096, 14336, 4, 4, True, 1170),
+        (4096, 14336, 8, 8, True, 585),
+        (2**16, 2**15, 4, 4, True, 31),
+        (2**16, 2**15, 4, 8, False, 31),  # w2 has more
+        (2**20, 2**20, 4, 4, True, 0),
+    ],
+)
+def test_ranges_of_slots_fit_their_words(
+    hidden: int, intermediate: int, bits: int, w2_bits: int, gated: bool, last: int
+) -> None:
+    """The kernel's own arithmetic (`Ranges` in cuda/decode_work.cuh), each row a tile by itself."""
+    layer = LayerFacts(
+        num_experts=64,
+        num_global_experts=64,
+        gated=gated,
+        w13=matrix(hidden, intermediate * (2 if gated else 1), bits),
+        w2=matrix(intermediate, hidden, w2_bits),
+        scales_dtype=torch.bfloat16,
+    )
+    assert decode.max_rows(layer) == last
+    strips, slots1 = -(-intermediate // (256 if gated else 512)), hidden * bits // 256
+    groups2, parts = -(-hidden // 512), intermediate * w2_bits // 256  # as many parts as there are slots
+
+    def steps(rows: int) -> int:
+        owners = 1024
+        return (rows * max(strips * slots1, groups2 * parts) << 10) + owners - 1
+
+    assert steps(last) < 2**32
+    assert last == decode.MAX_SLOTS or steps(last + 1) >= 2**32
+    (first, *_) = cuda_moe.variants(layer, "sm_80")
+    assert isinstance(first, DecodeVariant) == (last > 0)
+
+
+def matrix(size_k: int, size_n: int, bits: int) -> MatrixFacts:
+    return MatrixFacts(
+        size_k=size_k,
+        size_n=size_n,
+        bits=bits,
+        num_groups=size_k // 128,
+        zero_points=False,
+        sort_order=False,
+        bias=False,
+    )
 
 
 def test_more_experts_than_the_lists_hold_take_the_general_path() -> None:

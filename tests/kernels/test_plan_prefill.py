@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from marlin_moe.kernels.backends.cuda_moe import specs
-from marlin_moe.kernels.plan.paths import prefill_rows
+from marlin_moe.kernels.plan.paths import Path, row_ranges
 from marlin_moe.kernels.plan.prefill import (
     MOST_EXPERTS,
     RESERVED_BYTES,
@@ -113,9 +113,10 @@ def test_tiles_between_are_those_that_a_share_between_chooses(least: int, most: 
 
 
 def test_what_can_be_chosen_is_built_ahead() -> None:
-    least = prefill_rows(FACTS, arch="sm_90a", after=0)
-    assert least == 64
-    for most in (63, 64, 1000, 20_000, 100_000, None):
+    *_, last = row_ranges(FACTS, arch="sm_90a")
+    assert last.path is Path.PREFILL
+    least = last.first
+    for most in (least - 1, least, 5000, 20_000, 100_000, None):
         built = {spec.label for spec in specs([(FACTS, most)], "sm_90a") if spec.label.startswith("prefill")}
         wanted = set()
         for rows in range(least, (10**6 if most is None else most) + 1, 97):

@@ -90,7 +90,9 @@ def test_a_directory_of_that_name_comes_first(hub: Path, tmp_path: Path) -> None
     assert model_path("org/model") == Path("org/model")
 
 
-@pytest.mark.parametrize("name", ["/org/model", "./org/model", "a/b/c", "model", "../model", "org/"])
+@pytest.mark.parametrize(
+    "name", ["/org/model", "./org/model", "a/b/c", "model", "../model", "org/", "a/config.json"]
+)
 def test_what_can_only_be_a_path(hub: Path, name: str) -> None:
     assert model_path(name) == Path(name)
 
@@ -106,6 +108,34 @@ def test_a_model_that_is_not_there_says_how_to_get_it(hub: Path, name: str) -> N
     assert result.exit_code == 1
     assert command in result.stderr
     assert not Path("out").exists()
+
+
+def test_a_mistyped_path_does_not_go_to_the_network(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import socket
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    asked: list[object] = []
+
+    def connect(*_: object, **__: object) -> None:
+        asked.append(1)
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", connect)
+    Path("models").mkdir()
+    Path("models/Qwen3").mkdir()
+    expected = r"models/Qwen: expected a directory, because the folder models is here, got none .*\(Qwen3\)"
+    with pytest.raises(CheckpointError, match=expected):
+        model_path("models/Qwen")
+    assert not asked
+    write_checkpoint(tmp_path / "plain", SPEC)
+    snapshot = cached_model(hub, tmp_path / "plain", "models/Cached")
+    assert model_path("models/Cached") == snapshot
+    assert not asked
+    with pytest.raises(CheckpointError, match=r"org/model: expected a directory or a model"):
+        model_path("org/model")
+    assert asked
 
 
 def test_without_huggingface_hub(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:

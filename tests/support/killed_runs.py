@@ -87,8 +87,6 @@ def run_until_done(
         counts["kept"] += len(before)
         if code == 0:
             break
-        if code == 3 and is_complete(packed):  # the run before was killed at its last system call
-            break
         if code != -signal.SIGKILL:
             raise AssertionError(f"{packed}: ended with {code}, {packed.name}.error may say why")
         counts["killed"] += 1

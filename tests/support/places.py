@@ -16,6 +16,7 @@ import torch
 
 from marlin_moe.kernels import device
 from marlin_moe.kernels.device import triton_is_interpreted
+from marlin_moe.kernels.plan.paths import Path
 from moe_cases import MoECase
 
 TOKENS = (0, 1, 2, 3, 5, 8, 17, 33, 64, 100, 513, 4097)
@@ -24,18 +25,19 @@ BACKEND = "MARLIN_MOE_TEST_BACKEND"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A device with one of its backends, and the sizes of the full cross there.
+    """A device with one of its backends, the path that all rows take, and sizes of the full cross there.
 
     `dtypes` is what a case's dtype becomes where the place does not have it, `most_tokens` bounds all cases.
     """
 
     device: str
     backend: str
+    path: Path | None = None
     tokens: tuple[int, ...] = (0, 1, 5, 33)
     num_experts: int = 3
     hidden_size: int = 256
     padded_intermediate_size: int = 256
-    dtypes: dict[torch.dtype, torch.dtype] = field(default_factory=dict)
+    dtypes: dict[torch.dtype, torch.dtype] = field(default_factory=dict, hash=False)
     most_tokens: int = 2**31
 
     def takes(self, case: MoECase) -> MoECase:
@@ -44,11 +46,13 @@ class Place:
         return replace(case, dtype=dtype, tokens=min(case.tokens, self.most_tokens))
 
     def __str__(self) -> str:
-        return f"{self.backend} on {self.device}"
+        return f"{self.backend} on {self.device}" + (f", {self.path}" if self.path else "")
 
 
 CPU = Place(device="cpu", backend="reference")
 GPU = Place(device="cuda", backend="cuda", tokens=TOKENS, num_experts=16, hidden_size=512)
+GENERAL = replace(GPU, path=Path.GENERAL, tokens=(0, 1, 8, 33, 100, 513))
+"""The path that few layers take on Hopper, and most on other devices."""
 INTERPRETER = Place(
     device="cpu",
     backend="triton",
@@ -64,7 +68,7 @@ def places() -> list[Place]:
     """Those of this process."""
     if triton_is_interpreted():
         return [INTERPRETER]
-    return [replace(GPU, backend="triton")] if on_triton() else [CPU, GPU]
+    return [replace(GPU, backend="triton")] if on_triton() else [CPU, GPU, GENERAL]
 
 
 def on_triton() -> bool:

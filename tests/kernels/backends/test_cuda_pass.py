@@ -67,7 +67,7 @@ class Device:
     def arguments(self, number: int) -> tuple[Any, ...]:
         """What launch `number` was told, as numbers."""
         name, parameters = self.launches[number]
-        layout = cuda_arguments.PARAMETERS if name == "moe" else prefill_arguments.PARAMETERS
+        layout = cuda_arguments.PARAMETERS if name in ("decode", "moe") else prefill_arguments.PARAMETERS
         return layout.unpack(parameters[: layout.size])
 
     def maps(self, number: int) -> list[Box | None]:
@@ -84,8 +84,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(cuda_moe, "architecture", lambda device: "sm_90a")
     monkeypatch.setattr(cuda_moe, "sm_count", lambda device: 132)
-    one = made.kernel("moe", cuda_arguments.PARAMETERS.size)
-    monkeypatch.setattr(cuda_moe, "prepared", lambda variant, num_experts, slots, device: one)
+    one = cuda_arguments.PARAMETERS.size
+    monkeypatch.setattr(cuda_moe, "prepared", lambda variant, *_: made.kernel(variant.kernel, one))
     ends = prefill_arguments.PARAMETERS.size
     kernels = prefill.PrefillLaunches(
         route=made.kernel("route", ends),
@@ -145,20 +145,23 @@ class Call:
         return (*(tensor[start:].data_ptr() for tensor in tensors), 0)
 
 
-def test_few_rows_are_one_launch(device: Device) -> None:
-    layer = random_layer()
-    call = Call.of(layer, tokens=7, top_k=2)
-    assert call.path(14) is Path.GENERAL
+@pytest.mark.parametrize(
+    ("path", "kernel", "tokens", "parts"), [(Path.DECODE, "decode", 7, 146), (Path.GENERAL, "moe", 50, 20)]
+)
+def test_few_rows_are_one_launch(device: Device, path: Path, kernel: str, tokens: int, parts: int) -> None:
+    layer = random_layer(num_experts=3)
+    call = Call.of(layer, tokens=tokens, top_k=2)
+    assert call.path(2 * tokens) is path
     call.run()
-    assert [name for name, _ in device.launches] == ["moe"]
+    assert [name for name, _ in device.launches] == [kernel]
     found = device.arguments(0)
     assert found[:4] == call.pointers(0)
     assert found[4:14] == cuda_arguments.matrices_of(layer)
     assert found[14] == call.out.data_ptr()
     assert found[15:24] == tuple(call.lease.addresses[name] for name in cuda_arguments.SCRATCH)
-    assert found[24:28] == (128, 128, 7, 2)  # strides, tokens, top_k
-    assert found[28:33] == (5, 5, 128, 64, cuda_arguments.KINDS.index("silu"))
-    assert found[35] == 2.5
+    assert found[24:28] == (128, 128, tokens, 2)  # strides, tokens, top_k
+    assert found[28:33] == (3, 3, 128, 64, cuda_arguments.KINDS.index("silu"))
+    assert found[33:36] == (planner.split_capacity(264), parts, 2.5)
 
 
 def test_many_rows_are_four_launches_with_the_same_arguments(device: Device) -> None:
@@ -199,34 +202,36 @@ def test_the_gemms_are_told_where_weights_and_tokens_lie(device: Device) -> None
 
 
 def test_one_slot_needs_no_sum(device: Device) -> None:
-    call = Call.of(random_layer(), tokens=150, top_k=1)
+    call = Call.of(random_layer(num_experts=3), tokens=150, top_k=1)
     call.run()
     assert [name for name, _ in device.launches] == ["route", "first", "second"]
     assert device.arguments(0)[32] & (DIRECT | OUT_ALIGNED) == DIRECT | OUT_ALIGNED
 
 
 def test_a_result_that_is_not_aligned_is_written_by_the_sum(device: Device) -> None:
-    call = Call.of(random_layer(), tokens=150, top_k=1)
+    call = Call.of(random_layer(num_experts=3), tokens=150, top_k=1)
     around = torch.empty(150 * 128 + 1, dtype=torch.bfloat16)
     replace(call, out=around[1:].view(150, 128)).run()
     assert [name for name, _ in device.launches] == ["route", "first", "second", "sum of 150"]
     assert not device.arguments(0)[32] & (DIRECT | OUT_ALIGNED)
 
 
-@pytest.mark.parametrize(("planned", "starts"), [(60, [0, 20, 40, 60, 80]), (200, [0, 66])])
-def test_passes_follow_the_plan(device: Device, planned: int, starts: list[int]) -> None:
-    call = Call.of(random_layer(), tokens=90, top_k=3, planned=planned)
+@pytest.mark.parametrize(
+    ("planned", "starts", "name"),
+    [(60, [0, 20, 40, 60, 80], "decode"), (110, [0, 36, 72], "moe"), (200, [0, 66], "route")],
+)
+def test_passes_follow_the_plan(device: Device, planned: int, starts: list[int], name: str) -> None:
+    call = Call.of(random_layer(num_experts=3), tokens=90, top_k=3, planned=planned)
     call.run()
-    name = "moe" if call.path(planned) is Path.GENERAL else "route"
     passes = [number for number, (seen, _) in enumerate(device.launches) if seen == name]
     found = [device.arguments(number) for number in passes]
-    place = 26 if name == "moe" else 23
+    place = 23 if name == "route" else 26
     sizes = [stop - start for start, stop in zip(starts, [*starts[1:], 90], strict=True)]
     assert [numbers[place] for numbers in found] == sizes
     assert [numbers[:4] for numbers in found] == [call.pointers(start) for start in starts]
     assert [numbers[14] for numbers in found] == [call.out[start:].data_ptr() for start in starts]
     sums = [seen for seen, _ in device.launches if seen.startswith("sum")]
-    assert sums == ([] if name == "moe" else [f"sum of {size}" for size in sizes])
+    assert sums == ([f"sum of {size}" for size in sizes] if name == "route" else [])
 
 
 def test_a_wide_x_takes_more_passes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from marlin_moe.kernels.plan import paths
 from places import Place, hide_cuda_compiler, on_triton, places
 
 PLACES = [
@@ -19,6 +20,14 @@ if on_triton():
 def place(request: pytest.FixtureRequest) -> Place:
     chosen: Place = request.param
     return chosen
+
+
+@pytest.fixture(autouse=True)
+def forced_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows take the path of the place, if it has one."""
+    if "place" in request.fixturenames and (path := request.getfixturevalue("place").path) is not None:
+        ranges = (paths.RowRange(path=path, first=1, last=None),)
+        monkeypatch.setattr(paths, "_all_ranges", lambda facts, arch, decode_most: ranges)
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ CASES = (
     MoECase(**SMALL, tokens=33, routing="holes", max_tokens=20, expert_map="ranks", ids_dtype=torch.int32),
     MoECase(**SMALL, tokens=120, dtype=torch.float16, bits=8, symmetric=False, group_size=None, view="odd"),
     MoECase(**SMALL, tokens=17, act_order=True, biased=True, activation="relu2", padding=32, view="gaps"),
+    MoECase(**SMALL, tokens=60, act_order=True, w2_bits=8, routing="holes"),
     MoECase(num_experts=3, hidden_size=192, padded_intermediate_size=192, tokens=9, w2_bits=8, routing="one"),
     MoECase(**(SMALL | {"top_k": 1}), tokens=190, routing="holes", max_tokens=150, symmetric=False),
 )

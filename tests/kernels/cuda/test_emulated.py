@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +32,7 @@ DECODE = [
     MoECase(
         tokens=50, num_experts=33, top_k=4, hidden_size=128, padded_intermediate_size=128, group_size=128
     ),
+    MoECase(tokens=70, num_experts=33, top_k=4, hidden_size=128, padded_intermediate_size=64),  # > 256 slots
 ]
 GENERAL = [
     MoECase(**SMALL, tokens=33, symmetric=False, biased=True, activation="swiglu_oai", routing="holes"),
@@ -42,13 +42,11 @@ GENERAL = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where kernels are compiled, with the decode path on."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where kernels are compiled."""
     if COMPILER is None:
         pytest.skip("no C++ compiler")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "ON", True)
-        yield tmp_path_factory.mktemp("emulated")
+    return tmp_path_factory.mktemp("emulated")
 
 
 def decode_variant(case: MoECase, facts: LayerFacts) -> KernelVariant:

@@ -40,7 +40,7 @@ def run_file(name: str, *options: str, timeout_s: int, **environment: str) -> No
     ("file", "options"),
     [
         ("test_op.py", ()),
-        ("test_reproducible.py", ("-k", "decode or chunks or all")),
+        ("test_reproducible.py", ("-k", "decode or all")),
         ("test_wrong_arguments.py", ()),
         ("test_compile_mode.py", ("-k", "test_export")),
     ],

@@ -10,7 +10,8 @@ import torch
 from marlin_moe.kernels.backends.cuda_moe import build_specs
 from marlin_moe.kernels.device import architecture
 from marlin_moe.kernels.jit.build import compile_all
-from marlin_moe.kernels.plan.cuda_moe import choose_variant
+from marlin_moe.kernels.plan.cuda_moe import choose_general, choose_variant
+from marlin_moe.kernels.plan.paths import Path
 from marlin_moe.kernels.plan.problem import LayerFacts
 from moe_cases import CALL_FACTORS, FORMAT_FACTORS, DenseMoE, MoECase, check, make_call, make_layer
 from pairwise import missing, pairwise
@@ -66,7 +67,10 @@ def compile_for(place: Place, cases: Iterable[tuple[MoECase, tuple[int, ...]]]) 
     for case, all_tokens in cases:
         facts = LayerFacts.of(make_layer(case).layer)
         variants |= {
-            choose_variant(facts, rows=max(1, tokens * case.top_k), arch=arch) for tokens in all_tokens
+            choose_general(facts, rows=max(1, tokens * case.top_k))
+            if place.path is Path.GENERAL
+            else choose_variant(facts, rows=max(1, tokens * case.top_k), arch=arch)
+            for tokens in all_tokens
         }
     compile_all(spec for variant in variants for spec in build_specs(variant, arch))
 

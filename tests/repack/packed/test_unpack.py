@@ -11,6 +11,7 @@ import pytest
 
 from marlin_moe import unpack_checkpoint
 from marlin_moe.repack.errors import PackedError
+from mutations import flip_tensor_bit
 from packed_files import contents, flip_packed_bit
 
 
@@ -80,3 +81,36 @@ def test_a_stopped_unpacking_resumes(pair_of: Callable[[str], Any], tmp_path: Pa
     assert report.resumed_files == 2
     assert [file.stat().st_ino for file in done] == inodes
     assert contents(again) == contents(pair.source)
+
+
+def test_unpacking_again_has_nothing_to_do(own_pair: Callable[[str], Any], tmp_path: Path) -> None:
+    pair, again = own_pair("plain"), tmp_path / "again"
+    assert not unpack_checkpoint(pair.packed, again).already_complete
+    before = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in again.iterdir()}
+    report = unpack_checkpoint(pair.packed, again)
+    assert report.already_complete
+    assert report.resumed_files == report.files == len(before)
+    for path in again.iterdir():
+        path.chmod(0o600)  # younger now: every byte is compared
+    assert unpack_checkpoint(pair.packed, again).already_complete
+    assert {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in again.iterdir()} == before
+
+
+def test_what_is_not_the_unpacked_checkpoint_is_refused(
+    own_pair: Callable[[str], Any], pair_of: Callable[[str], Any], tmp_path: Path
+) -> None:
+    pair, again = own_pair("plain"), tmp_path / "again"
+    unpack_checkpoint(pair.packed, again)
+    flip_tensor_bit(again, "model.layers.1.mlp.experts.0.up_proj.weight_packed")
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "config.json").write_text("{}")
+    before = contents(tmp_path)
+    for place, found in (
+        (again, r"got a checkpoint that differs from it: .*experts\.0\.up_proj\.weight_packed"),
+        (pair_of("padded").source, r"got a checkpoint that differs from it: .*expected the source that"),
+        (pair_of("padded").packed, r"got 8 files or folders \(config\.json, experts-0"),
+        (tmp_path / "project", r"got 1 files or folders \(config\.json\)"),
+    ):
+        with pytest.raises(PackedError, match=found):
+            unpack_checkpoint(pair.packed, place)
+    assert contents(tmp_path) == before

@@ -116,6 +116,28 @@ def test_another_source_is_found(pair_of: Callable[[str], Any]) -> None:
     assert "expected the source that it was packed from" in report.problems[0].message
 
 
+def test_what_was_carried_over_is_compared_side_by_side(
+    own_pair: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from marlin_moe.repack.checkpoint import Checkpoint
+    from marlin_moe.repack.packed import compare
+    from marlin_moe.repack.packed.reader import PackedCheckpoint
+    from marlin_moe.repack.progress import NoProgress
+
+    pair = own_pair("bits of w2 differ")
+    monkeypatch.setattr(compare, "PART_BYTES", 1)  # a part for every tensor
+    with PackedCheckpoint(pair.packed) as packed, Checkpoint(pair.source) as source:
+        tasks = compare.source_comparisons(packed, source, NoProgress(), block_bytes=1)
+        experts = tuple(f"{layer.module}." for layer in packed.manifest.layers)
+        carried = [name for name in source.tensors if not name.startswith(experts)]
+        assert len(tasks) == len(experts) + len(carried) + 4  # fingerprint, config, names, companions
+    for name in (carried[0], carried[-1]):
+        flip_tensor_bit(pair.source, name, 1)
+    report = verify_checkpoint(pair.packed, pair.source, workers=3)
+    assert {problem.name for problem in report.problems} == {carried[0], carried[-1]}
+    assert report.problem_count == 2
+
+
 def test_changed_companions_are_found(own_pair: Callable[[str], Any]) -> None:
     pair = own_pair("plain")
     (pair.source / "generation_config.json").write_text("{}")

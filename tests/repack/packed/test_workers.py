@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -154,6 +155,70 @@ def test_four_ranks_make_the_same_bytes_and_one_may_be_lost(
     assert fresh.returncode == 0, fresh.stderr
     assert contents(tmp_path / "fresh") == contents(single[1])
     assert fresh.stdout.count("layers,") == 1, "one rank reports"
+    before = {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in packed.iterdir()}
+    done = torchrun("-m", "marlin_moe.cli", "repack", str(source), str(packed))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("already complete") == 1
+    assert {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in packed.iterdir()} == before
+
+
+OTHERWISE = """
+import os, sys
+from marlin_moe import repack_checkpoint
+from marlin_moe.repack.packed import durable
+from marlin_moe.repack.ranks import ranks_from_environment
+
+durable.LONGEST_DELAY_S = 1.0
+source, folder, what = sys.argv[1:]
+first = os.environ["RANK"] == "0"
+with ranks_from_environment() as ranks:
+    repack_checkpoint(
+        source,
+        folder + ("/packed-" + os.environ["RANK"] if what == "destination" else "/packed"),
+        ranks=ranks,
+        workers=1,
+        allow_dead_experts=what == "options" and not first,
+    )
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [
+        ("destination", "expected the run that rank 0 has begun there, got none on rank 1"),
+        ("options", "rank 1 of 2: expected the options of rank 0, {'allow_dead_experts': False}"),
+    ],
+)
+def test_ranks_that_do_not_work_on_the_same_are_refused_at_the_start(
+    single: tuple[Path, Path], tmp_path: Path, what: str, found: str
+) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(OTHERWISE)
+    ranks = two_ranks(str(script), str(single[0]), str(tmp_path), what)
+    assert [code for code, _ in ranks] == [1, 1], ranks
+    assert all(found in err for _, err in ranks), ranks
+    names = {path.name for path in tmp_path.rglob("*")} - {"packed-0", ".marlin_moe"}
+    assert names <= {"rank.py", "run.json", "lock"}, names
+
+
+def two_ranks(*arguments: str) -> list[tuple[int, str]]:
+    """(exit code, stderr) of two processes without torchrun, which would stop one when the other ends."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    own = os.environ | {"PYTHONSAFEPATH": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            env=own | {"MASTER_PORT": port, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    texts = [rank.communicate(timeout=120)[1] for rank in ranks]
+    return [(rank.returncode, text) for rank, text in zip(ranks, texts, strict=True)]
 
 
 def test_a_refused_source_ends_every_rank_with_the_reason(tmp_path: Path) -> None:

@@ -1,0 +1,105 @@
+"""A finished checkpoint where one is to be made: is it the one that would be made?"""
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from ..checkpoint import CONFIG, Checkpoint
+from ..errors import CheckpointError, PackedError
+from ..tensor_file import stamp_of
+from ..workers import SharedProgress, run_all
+from .companions import find_companions
+from .compare import Comparison, file_comparisons, source_comparisons
+from .differences import Problem
+from .durable import system_errors
+from .load import refuse_dead
+from .make_files import FileMaker
+from .manifest import Manifest
+from .names import MANIFEST
+from .reader import PackedCheckpoint
+
+
+def already_packed(maker: FileMaker, progress: SharedProgress, *, workers: int) -> Manifest:
+    """The manifest of the finished packed checkpoint in the destination, which is that of the same source.
+
+    Its files are there with their sizes and headers, and the source has the names, sizes, headers, config and
+    companions that it was packed from. Where a file of the source is younger than the manifest everything is
+    compared, byte for byte.
+
+    Raises:
+        PackedError: it is damaged, or of another source.
+        ExpertsError: it has dead experts, which are not accepted.
+    """
+    destination, checkpoint = maker.journal.destination, maker.checkpoint
+    with PackedCheckpoint(destination) as packed:
+        made = (destination / MANIFEST).stat().st_mtime_ns
+        younger = any(max(times) > made for _, *times in maker.plan.stamps.values())
+        problem = _difference(
+            packed, checkpoint, progress, younger=younger, workers=workers, block_bytes=maker.block_bytes
+        )
+        if problem:
+            raise PackedError(
+                f"{destination}: expected an empty directory, none, or the finished packed checkpoint of "
+                f"{checkpoint.path}, got a finished packed checkpoint that differs from it: "
+                f"{problem.message} Remove it first, or choose another destination."
+            )
+        for layer in packed.manifest.layers:
+            refuse_dead(layer, allowed=maker.allow_dead_experts)
+        return packed.manifest
+
+
+def refuse_other_source(
+    packed: PackedCheckpoint, destination: Path, progress: SharedProgress, *, block_bytes: int
+) -> None:
+    """Raise PackedError where the checkpoint in the destination is not what unpacking would write there.
+
+    Compared as in `already_packed`, here with the age of its config, which unpacking writes last.
+    """
+    try:
+        with Checkpoint(destination) as found, system_errors(f"{destination}: looking at its files"):
+            made = (destination / CONFIG).stat().st_mtime_ns
+            places = [destination / name for name in (*found.files, *find_companions(found).names)]
+            younger = any(max(stamp_of(place.stat())[1:]) > made for place in places)
+            problem = _difference(
+                packed, found, progress, younger=younger, workers=1, block_bytes=block_bytes
+            )
+    except CheckpointError as error:
+        names = sorted(os.listdir(destination))
+        raise PackedError(
+            f"{destination}: expected an empty directory, none, or the unpacked {packed.path}, got "
+            f"{len(names)} files or folders ({', '.join(names[:4])}). Choose another destination."
+        ) from error
+    if problem:
+        raise PackedError(
+            f"{destination}: expected an empty directory, none, or the unpacked {packed.path}, got a "
+            f"checkpoint that differs from it: {problem.message} Choose another destination."
+        )
+
+
+def _difference(
+    packed: PackedCheckpoint,
+    source: Checkpoint,
+    progress: SharedProgress,
+    *,
+    younger: bool,
+    workers: int,
+    block_bytes: int,
+) -> Problem | None:
+    """The first in which they differ: by names, sizes and headers, of a `younger` source by every byte."""
+    progress.start(0)
+    for task in file_comparisons(packed, source):
+        if problem := _first(task):
+            return problem
+    if not younger:
+        return None
+    progress.start(sum(entry.nbytes for entry in source.tensors.values()))
+    comparisons = source_comparisons(packed, source, progress, block_bytes=block_bytes)
+    return next(
+        filter(None, run_all([partial(_first, task) for task in comparisons], workers, progress)), None
+    )
+
+
+def _first(task: Comparison) -> Problem | None:
+    found: Iterator[Problem] = task()
+    return next(found, None)
