@@ -23,6 +23,8 @@ Implementation = Callable[[int, torch.Tensor, Routing], torch.Tensor]
 MAKERS: dict[str, Callable[[Sequence[MarlinMoELayer], Sequence[int]], Implementation]] = {
     "ours": lambda layers, rows: Ours(layers),
     "ours-per-call": lambda layers, rows: OursPerCall(layers),
+    "ours-triton": lambda layers, rows: Ours(layers, backend="triton"),
+    "ours-triton-per-call": lambda layers, rows: OursPerCall(layers, backend="triton"),
     "vllm": lambda layers, rows: Vllm(layers),
     "vllm-per-call": lambda layers, rows: Vllm(layers, per_call=True),
     "humming": lambda layers, rows: Humming(layers, rows=rows),

@@ -13,18 +13,18 @@ from marlin_moe.kernels.plan.workspaces import plan_workspace
 
 
 class Ours:
-    """`fused_marlin_moe` with the persistent workspace that layers share."""
+    """`fused_marlin_moe` with the persistent workspace that layers share, on a backend."""
 
-    def __init__(self, layers: Sequence[MarlinMoELayer]) -> None:
-        self.layers = layers
+    def __init__(self, layers: Sequence[MarlinMoELayer], *, backend: str = "cuda") -> None:
+        self.layers, self.backend = layers, backend
 
     def __call__(self, index: int, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """The output of layer `index`."""
-        return fused_marlin_moe(x, self.layers[index], routing.weights, routing.ids, backend="cuda")
+        return fused_marlin_moe(x, self.layers[index], routing.weights, routing.ids, backend=self.backend)
 
     def workspace_bytes(self, rows: int) -> int:
         """What the plan takes for this many rows."""
-        return _plan_of(self.layers[0], rows).nbytes
+        return _plan_of(self.layers[0], rows, self.backend).nbytes
 
 
 class OursPerCall(Ours):
@@ -36,8 +36,9 @@ class OursPerCall(Ours):
     `workspace_bytes` says how much this zeroes.
     """
 
-    def __init__(self, layers: Sequence[MarlinMoELayer]) -> None:
-        super().__init__([replace(layer, workspace=ZeroedWorkspace.attach(layer)) for layer in layers])
+    def __init__(self, layers: Sequence[MarlinMoELayer], *, backend: str = "cuda") -> None:
+        zeroed = [replace(layer, workspace=ZeroedWorkspace.attach(layer)) for layer in layers]
+        super().__init__(zeroed, backend=backend)
 
     def __call__(self, index: int, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """The output of layer `index`."""
@@ -47,6 +48,6 @@ class OursPerCall(Ours):
         return super().__call__(index, x, routing)
 
 
-def _plan_of(layer: MarlinMoELayer, rows: int) -> WorkspacePlan:
+def _plan_of(layer: MarlinMoELayer, rows: int, backend: str) -> WorkspacePlan:
     assert layer.workspace is not None
-    return plan_workspace("cuda", layer.workspace.facts, layer.device, rows=rows)
+    return plan_workspace(backend, layer.workspace.facts, layer.device, rows=rows)

@@ -13,8 +13,8 @@ import torch
 
 from ..kernels.backends.choose import Verdict, verdicts
 from ..kernels.errors import MarlinMoEError
+from ..kernels.plan import reference, triton_moe
 from ..kernels.plan.problem import LayerFacts, MatrixFacts, MoEProblem
-from ..kernels.plan.reference import plan_workspace
 from ..repack.native.path import SWITCH, load_extension, native_path
 from ..repack.rank_facts import cuda_bytes
 from .kernel_setup import KernelSetup, examine_kernel_setup
@@ -213,7 +213,8 @@ def _sample_workspaces() -> dict[str, int]:
     facts, rows = _sample_problem("cpu").layer, SAMPLE_TOKENS * SAMPLE_TOP_K
     return {
         "cuda": cuda_bytes(facts, rows=rows),
-        "reference": plan_workspace(facts, rows=rows).nbytes,
+        "triton": triton_moe.plan_workspace(facts, rows=rows).nbytes,
+        "reference": reference.plan_workspace(facts, rows=rows).nbytes,
     }
 
 

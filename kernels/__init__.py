@@ -3,10 +3,12 @@
 errors             `MarlinMoEError` and the op's errors
 checks             types of arguments, values of index tensors
 device             the device that a str, an int or a torch.device names
+capture            calls of the driver that a stream capture would forbid
 activation         the activations between the two GEMMs, and their formulas
 layout             the Marlin layout and its inverse, in plain torch: the contract with `repack`
 matrix             one projection of all experts in that layout: QuantFormat, MarlinMatrix
 jit                source and options to cubin, by NVRTC, cached on disk
+triton             device code of the Triton backend
 plan               MoEProblem to MoEPlan, and the bytes of every buffer: integers only
 scratch            scratch memory per device and stream, and who is alive to use it
 ahead              compiling before the first call asks for it

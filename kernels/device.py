@@ -1,7 +1,9 @@
-"""Devices: the ones that a user may name, and whether this package's CUDA kernels run on one."""
+"""Devices: the ones that a user may name, and whether this package's CUDA or Triton kernels run on one."""
 
 import functools
 import importlib.util
+import os
+import shutil
 
 import torch
 
@@ -34,6 +36,8 @@ def reason_against_kernels(device: torch.device | None = None) -> str | None:
     """Why the CUDA kernels do not run on a CUDA device (None: the current one), or None."""
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
+    if torch.version.hip:
+        return "torch is built for ROCm, and the kernels are CUDA's"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < MIN_CAPABILITY:
         return f"the device is of compute capability {major}.{minor}, and the kernels need 8.0"
@@ -49,6 +53,40 @@ def has_compiler() -> bool:
         return importlib.util.find_spec("cuda.core") is not None
     except ModuleNotFoundError:
         return False
+
+
+def triton_is_interpreted() -> bool:
+    """Whether TRITON_INTERPRET asks for Triton's interpreter, as Triton reads it."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")
+
+
+def reason_against_triton(device: torch.device | None = None) -> str | None:
+    """Why Triton kernels do not run on a GPU (None: the current one) or in the interpreter, or None."""
+    if not has_triton():
+        return "triton is not installed; torch for GPUs brings it, else the extra marlin-moe[triton]"
+    if triton_is_interpreted():
+        return None
+    if not torch.cuda.is_available():
+        return "torch finds no GPU"
+    if not torch.version.hip and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+        return "Triton needs an NVIDIA GPU of compute capability 8.0"
+    if os.environ.get("MARLIN_MOE_JIT") == "forbid":
+        return "MARLIN_MOE_JIT=forbid, and Triton compiles in the first call"
+    if not has_c_compiler():
+        return "Triton compiles its launchers with a C compiler, and finds neither $CC, gcc nor clang"
+    return None
+
+
+@functools.lru_cache(maxsize=1)
+def has_triton() -> bool:
+    """Whether triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.lru_cache(maxsize=1)
+def has_c_compiler() -> bool:
+    """Whether there is a C compiler where Triton looks for one."""
+    return bool(os.environ.get("CC")) or any(shutil.which(name) for name in ("gcc", "clang"))
 
 
 @functools.lru_cache(maxsize=64)

@@ -38,7 +38,7 @@ def fused_marlin_moe(
         expert_map: int32 [global experts] -> local index or -1; the layer's own by default.
         out: where to write, and what is returned; a new tensor by default. Of x's dtype, shape and device,
             rows contiguous (with any gap between rows), in memory that neither an input nor the layer shares.
-        backend: "cuda", "reference", or None for the first of them that accepts the call.
+        backend: "cuda", "triton", "reference", or None for the first of them that accepts the call.
 
     Returns:
         [M, H] of x.dtype, computed in float32 and rounded once. The same call gives the same bits.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from ..kernels.layer import Shard
-from ..kernels.plan import cuda_moe, reference
+from ..kernels.plan import cuda_moe, reference, triton_moe
 from ..kernels.plan.problem import LayerFacts
 from ..kernels.plan.problem import MatrixFacts as PlannedMatrix
 from .advice import padded
@@ -14,7 +14,7 @@ from .stages.shard import sliced_group_size
 from .states import ExpertFacts, MatrixFacts
 
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
-"""Of scales that the CUDA backend computes with."""
+"""Of scales that the backends of GPUs compute with, CUDA's and Triton's."""
 
 PLANNED_SMS, PLANNED_ARCH = 132, "sm_90a"
 """The device that scratch is planned for, an H100 or H200; others differ a little."""
@@ -58,13 +58,16 @@ def all_ranks(facts: ExpertFacts, *, tp: int, ep: int, dtype: torch.dtype | None
 def workspace_bytes(facts: ExpertFacts, *, tp: int, ep: int, rows: int) -> dict[str, int]:
     """Backend -> bytes of scratch that the layer needs on the rank that needs most, for `rows` rows.
 
-    The CUDA backend is left out where it does not compute in the dtype of the scales.
+    Those of GPUs are left out where they do not compute in the dtype of the scales.
     """
     ranks = all_ranks(facts, tp=tp, ep=ep)
     planned = {"reference": max(reference.plan_workspace(rank, rows=rows).nbytes for rank in ranks)}
     if facts.scales_dtype not in CUDA_DTYPES:
         return planned
-    return {"cuda": max(cuda_bytes(rank, rows=rows) for rank in ranks)} | planned
+    return {
+        "cuda": max(cuda_bytes(rank, rows=rows) for rank in ranks),
+        "triton": max(triton_moe.plan_workspace(rank, rows=rows).nbytes for rank in ranks),
+    } | planned
 
 
 def cuda_bytes(facts: LayerFacts, *, rows: int) -> int:

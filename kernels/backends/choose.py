@@ -5,9 +5,10 @@ from types import ModuleType
 
 from ..errors import BackendError
 from ..plan.problem import MoEProblem
-from . import cuda_moe, reference
+from . import cuda_moe, reference, triton_moe
 
-BACKENDS: dict[str, ModuleType] = {"cuda": cuda_moe, "reference": reference}  # the first that accepts runs
+BACKENDS: dict[str, ModuleType] = {"cuda": cuda_moe, "triton": triton_moe, "reference": reference}
+"""In order of preference: the first that accepts runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,5 +9,6 @@ prefill     the prefill path on Hopper: GemmVariant, PrefillVariant
 estimate    about how long the decode path and the prefill path take
 paths       which path runs a call, by its rows
 cuda_moe    which kernels of the CUDA backend run a call, and the buffers of all
+triton_moe  the tiles of the Triton backend, and its buffers: Tiles
 workspaces  which of them a layer's calls need
 """

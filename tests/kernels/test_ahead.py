@@ -123,17 +123,33 @@ def test_nothing_is_compiled_where_the_backend_does_not_run(
     assert asked == []
 
 
-def test_a_device_on_which_the_kernels_do_not_run_gets_the_references_scratch(
+def test_a_device_gets_the_scratch_of_the_backend_that_runs_there(
     asked: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = LayerFacts.of(random_layer(dtype=torch.bfloat16))
     assert usual_backend(layer, CUDA) == "cuda"
     assert usual_backend(layer, torch.device("cpu")) == "reference"
     monkeypatch.setattr(device, "has_compiler", lambda: False)
+    monkeypatch.setattr(device, "has_triton", lambda: True)
+    monkeypatch.setattr(device, "has_c_compiler", lambda: True)
+    assert usual_backend(layer, CUDA) == "triton"
+    assert usual_backend(facts(dtype=torch.float32), CUDA) == "reference"
+    monkeypatch.setattr(device, "has_triton", lambda: False)
     assert usual_backend(layer, CUDA) == "reference"
     monkeypatch.setattr(device, "has_compiler", lambda: True)
+    monkeypatch.setattr(device, "has_triton", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert usual_backend(layer, CUDA) == "reference"
+
+
+def test_the_interpreter_runs_on_a_cpu_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "has_triton", lambda: True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found = [
+        usual_backend(facts(dtype=dtype), torch.device("cpu"))
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    ]
+    assert found == ["triton", "triton", "reference"]
 
 
 def test_reserving_asks_for_the_layers_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,8 @@ WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"x": X, "out": X}, r"out: expected memory of its own.*overlaps x"),
     (
         {"backend": "marlin"},
-        r"backend: expected .*one of cuda, reference, got 'marlin'.\n  cuda: rejected, .*\n  reference: acc",
+        r"backend: expected .*one of cuda, triton, reference, got 'marlin'.\n  cuda: rejected, .*"
+        r"\n  triton: rejected, .*\n  reference: acc",
     ),
 ]
 

@@ -61,7 +61,11 @@ def test_help_takes_less_than_half_a_second() -> None:
 
 def test_importing_every_module_touches_no_device_and_compiles_nothing() -> None:
     paths = [path for path in package_files() if path.name != "__main__.py"]
-    modules = [module_name(path) for path in paths if not path.name.startswith("hf_")]  # they extend classes
+    modules = [
+        module_name(path)
+        for path in paths
+        if not path.name.startswith("hf_") and path.parent.name != "triton"  # they extend what they import
+    ]
     assert len(modules) > 10
     program = f"""
 import importlib, subprocess, sys

@@ -17,9 +17,12 @@ MAY_NOT_IMPORT = {
     "bench": ("marlin_moe.cli",),
     "cli": ("marlin_moe.integrations",),
 }
-ONLY_INSIDE_FUNCTIONS = ("compressed_tensors", "transformers")
-ADAPTERS = re.compile(r"integrations/hf_\w+\.py")
-"""Files that extend classes of the library they adapt: whoever imports one has it already."""
+ONLY_INSIDE_FUNCTIONS = ("compressed_tensors", "transformers", "triton")
+ADAPTERS = {
+    re.compile(r"integrations/hf_\w+\.py"): "transformers",
+    re.compile(r"kernels/triton/(?!__init__)\w+\.py"): "triton",
+}
+"""Files that extend a library or are written in its language: whoever imports one has it already."""
 
 
 def parse(path: PurePosixPath) -> ast.Module:
@@ -63,11 +66,12 @@ def test_imports_point_one_way_and_are_relative(path: PurePosixPath) -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=str)
 def test_slow_libraries_are_imported_inside_functions(path: PurePosixPath) -> None:
     names = [name for name, _ in imported_modules(path, outside_functions(parse(path)))]
-    if ADAPTERS.fullmatch(str(path)):
-        assert any(name.startswith("transformers.") for name in names), "no reason to be an adapter"
-        return
+    for pattern, library in ADAPTERS.items():
+        if pattern.fullmatch(str(path)):
+            assert any(name.split(".")[0] == library for name in names), "no reason to be an adapter"
+            return
     assert not [name for name in names if name.partition(".")[0] in ONLY_INSIDE_FUNCTIONS]
-    own = [name for name in names if re.match(r"marlin_moe\.integrations\.hf_", name)]
+    own = [name for name in names if re.match(r"marlin_moe\.(integrations\.hf_|kernels\.triton(\.|$))", name)]
     assert not own, "adapters are imported inside functions too"
 
 

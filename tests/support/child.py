@@ -61,6 +61,10 @@ def main(call: str) -> None:
     what = json.loads(call)
     faulthandler.dump_traceback_later(what["seconds"], exit=True)
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    from places import hide_cuda_compiler, on_triton
+
+    if on_triton():
+        hide_cuda_compiler()
     spec = importlib.util.spec_from_file_location(Path(what["file"]).stem, what["file"])
     assert spec is not None
     assert spec.loader is not None

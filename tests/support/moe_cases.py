@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from marlin_moe import Activation, MarlinMoELayer, fused_marlin_moe
+from marlin_moe.kernels.arguments import MoEArguments
 from oracle import marlin_bias, marlin_scales
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
@@ -138,6 +139,18 @@ class MoECall:
 
     def run(self, layer: MarlinMoELayer, **more: Any) -> torch.Tensor:
         return fused_marlin_moe(self.x, layer, self.weights, self.ids, **(self.options | more))
+
+    def arguments(self, layer: MarlinMoELayer) -> MoEArguments:
+        """As the op makes them."""
+        return MoEArguments(
+            x=self.x,
+            layer=layer,
+            topk_weights=self.weights,
+            topk_ids=self.ids,
+            expert_map=layer.expert_map,
+            out=None,
+            **self.options,
+        )
 
     def first(self, tokens: int) -> MoECall:
         """The call of its first tokens."""

@@ -6,29 +6,14 @@ import pytest
 import torch
 
 from marlin_moe.kernels.plan import paths
-from marlin_moe.kernels.plan.paths import Path
-from places import TOKENS, Place
+from places import Place, hide_cuda_compiler, on_triton, places
 
 PLACES = [
-    pytest.param(Place(device="cpu", backend="reference"), id="cpu"),
-    pytest.param(
-        Place(device="cuda", backend="cuda", tokens=TOKENS, num_experts=16, hidden_size=512),
-        id="cuda",
-        marks=pytest.mark.gpu,
-    ),
-    pytest.param(
-        Place(
-            device="cuda",
-            backend="cuda",
-            path=Path.GENERAL,
-            tokens=(0, 1, 8, 33, 100, 513),
-            num_experts=16,
-            hidden_size=512,
-        ),
-        id="cuda-general",  # which few layers take on Hopper, and most on other devices
-        marks=pytest.mark.gpu,
-    ),
+    pytest.param(place, id=str(place), marks=[pytest.mark.gpu] if place.device == "cuda" else [])
+    for place in places()
 ]
+if on_triton():
+    hide_cuda_compiler()
 
 
 @pytest.fixture(params=PLACES, scope="session")

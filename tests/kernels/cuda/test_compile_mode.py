@@ -131,8 +131,9 @@ class Block(torch.nn.Module):
 
 
 def test_export(place: Place) -> None:
-    made = make_layer(CASE, place.device)
-    call = make_call(CASE, made.layer)
+    case = place.takes(CASE)
+    made = make_layer(case, place.device)
+    call = make_call(case, made.layer)
     inputs = (call.x, call.weights, call.ids)
     program = torch.export.export(Block(made.layer), inputs)
     names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]

@@ -51,7 +51,7 @@ PAIRS = [MoECase(**row, seed=seed) for seed, row in enumerate(pairwise(FACTORS, 
 def sized(form: MoECase, place: Place) -> MoECase:
     """The format at the sizes of the full cross."""
     return replace(
-        form,
+        place.takes(form),
         num_experts=place.num_experts,
         hidden_size=place.hidden_size,
         padded_intermediate_size=place.padded_intermediate_size,
@@ -105,6 +105,7 @@ def test_every_format_at_every_number_of_tokens(place: Place, form: MoECase) -> 
 @pytest.mark.usefixtures("pairs_compiled")
 @pytest.mark.parametrize("case", PAIRS, ids=[f"pairs-{case.seed}" for case in PAIRS])
 def test_everything_else_pairwise(place: Place, case: MoECase) -> None:
+    case = place.takes(case)
     made = make_layer(case, place.device)
     call = make_call(case, made.layer)
     check(case, call, call.run(made.layer, backend=place.backend), DenseMoE(made)(call))
@@ -125,7 +126,7 @@ def possible(row: dict[str, Any]) -> bool:
 
 def test_other_formats_are_seen(place: Place) -> None:
     """The check itself: a neighbour's weights, or another activation, are far off the limit."""
-    case = MoECase(num_experts=3, hidden_size=128, padded_intermediate_size=64, top_k=2)
+    case = place.takes(MoECase(num_experts=3, hidden_size=128, padded_intermediate_size=64, top_k=2))
     made = make_layer(case, place.device)
     call = make_call(case, made.layer)
     want = DenseMoE(make_layer(replace(case, seed=1), place.device))(call)
@@ -143,9 +144,10 @@ def test_uneven_routing_over_many_experts(place: Place, tokens: int, routing: st
         hidden_size=64,
         padded_intermediate_size=64,
         top_k=8,
-        tokens=tokens if place.backend == "cuda" else tokens // 8,
+        tokens=tokens if place.device == "cuda" else tokens // 8,
         routing=routing,
     )
+    case = place.takes(case)
     made = make_layer(case, place.device)
     call = make_call(case, made.layer)
     check(case, call, call.run(made.layer, backend=place.backend), DenseMoE(made)(call))
@@ -160,15 +162,16 @@ def test_many_experts_with_few_rows_each(
 ) -> None:
     """More slots than the decode path takes, and still small tiles."""
     case = MoECase(
-        num_experts=num_experts if place.backend == "cuda" else num_experts // 20,
+        num_experts=num_experts if place.device == "cuda" else num_experts // 20,
         hidden_size=128,
         padded_intermediate_size=64,
         top_k=8,
-        tokens=300 if place.backend == "cuda" else 15,
+        tokens=300 if place.device == "cuda" else 15,
         bits=bits,
         symmetric=symmetric,
         dtype=dtype,
     )
+    case = place.takes(case)
     made = make_layer(case, place.device)
     call = make_call(case, made.layer)
     check(case, call, call.run(made.layer, backend=place.backend), DenseMoE(made)(call))
@@ -177,6 +180,7 @@ def test_many_experts_with_few_rows_each(
 @pytest.mark.parametrize("max_tokens", [1, 5, 32, 33])
 def test_more_tokens_than_a_pass_takes(place: Place, max_tokens: int) -> None:
     case = MoECase(tokens=33, hidden_size=128, padded_intermediate_size=64, max_tokens=max_tokens)
+    case = place.takes(case)
     made = make_layer(case, place.device)
     call = make_call(case, made.layer)
     check(case, call, call.run(made.layer, backend=place.backend), DenseMoE(made)(call))
@@ -187,6 +191,7 @@ def test_ids_out_of_range_add_nothing_on_a_gpu(place: Place) -> None:
     if place.device == "cpu":
         pytest.skip("a CPU refuses them: tests/kernels/test_arguments.py")
     case = MoECase(tokens=9, hidden_size=128, padded_intermediate_size=64, num_experts=5)
+    case = place.takes(case)
     made = make_layer(case, place.device)
     call = make_call(case, made.layer)
     wild = call.ids.clone()

@@ -42,12 +42,12 @@ POISONS = {0xFF: "NaN, -1 as int32", 0x7F: "NaN, a large int32", 0x00: "zeros"}
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_call_gives_the_same_bits(place: Place, name: str) -> None:
-    case = CASES[name]
+    case = place.takes(CASES[name])
     made = make_layer(case, place.device)
     call = make_call(case, made.layer)
     want = call.run(made.layer, backend=place.backend)
     check(case, call, want, DenseMoE(made)(call))
-    for repetition in range(50 if place.backend == "cuda" else 3):
+    for repetition in range(50 if place.device == "cuda" else 3):
         call.first(case.tokens // 2).run(made.layer, backend=place.backend)  # other rows in between
         got = call.run(made.layer, backend=place.backend)
         assert torch.equal(got, want), f"repetition {repetition} of {case}"
@@ -55,7 +55,7 @@ def test_the_same_call_gives_the_same_bits(place: Place, name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_poisoned_scratch_is_never_read(place: Place, name: str) -> None:
-    case = CASES[name]
+    case = place.takes(CASES[name])
     made = make_layer(case, place.device)
     call = make_call(case, made.layer)
     want = call.run(made.layer, backend=place.backend)

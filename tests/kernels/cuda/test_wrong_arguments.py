@@ -15,8 +15,9 @@ CASE = MoECase(tokens=9, num_experts=4, hidden_size=128, padded_intermediate_siz
 
 def ready(place: Place) -> tuple[MarlinMoELayer, MoECall, torch.Tensor]:
     """(layer, call, answer) of a call that is made ready where calls are."""
-    made = make_layer(CASE, place.device)
-    call = make_call(CASE, made.layer)
+    case = place.takes(CASE)
+    made = make_layer(case, place.device)
+    call = make_call(case, made.layer)
     call.run(made.layer, backend=place.backend)
     return made.layer, call, call.run(made.layer, backend=place.backend)
 
