@@ -61,3 +61,18 @@ def write_manifest(packed: Path, manifest: dict) -> None:  # type: ignore[type-a
     text = json.dumps(own, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     own["manifest_xxh3_128"] = xxhash.xxh3_128_hexdigest(text)
     (packed / MANIFEST).write_text(json.dumps(own))
+
+
+class StopAt:
+    """`Progress` that ends the run at a file."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def start(self, total_bytes: int) -> None:
+        """Nothing."""
+
+    def advance(self, done_bytes: int, what: str) -> None:
+        """An error at the file."""
+        if what == self.file:
+            raise RuntimeError("stopped")

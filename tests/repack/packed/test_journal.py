@@ -18,23 +18,9 @@ from marlin_moe.repack.errors import MarlinMoEError, PackedError
 from marlin_moe.repack.packed import durable
 from marlin_moe.repack.packed.journal import Journal
 from marlin_moe.repack.ranks import Ranks
-from packed_files import MANIFEST, contents
+from packed_files import MANIFEST, StopAt, contents
 
 WORK = ".marlin_moe"
-
-
-class StopAt:
-    """`Progress` that ends the run at a file."""
-
-    def __init__(self, file: str) -> None:
-        self.file = file
-
-    def start(self, total_bytes: int) -> None:
-        pass
-
-    def advance(self, done_bytes: int, what: str) -> None:
-        if what == self.file:
-            raise RuntimeError("stopped")
 
 
 def entered(destination: Path, run: str = "this", **more: Any) -> Journal:

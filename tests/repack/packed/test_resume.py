@@ -15,30 +15,16 @@ import pytest
 from marlin_moe import repack_checkpoint, unpack_checkpoint, verify_checkpoint
 from marlin_moe.repack.errors import PackedError
 from mutations import flip_bit, flip_tensor_bit
-from packed_files import MANIFEST, contents
+from packed_files import MANIFEST, StopAt, contents
 
 WORK = ".marlin_moe"
 UP = "model.layers.{}.mlp.experts.0.up_proj.weight_packed"
 
 
-class Stop:
-    """`Progress` that ends the run at a file."""
-
-    def __init__(self, file: str) -> None:
-        self.file = file
-
-    def start(self, total_bytes: int) -> None:
-        pass
-
-    def advance(self, done_bytes: int, what: str) -> None:
-        if what == self.file:
-            raise RuntimeError("stopped")
-
-
 def interrupted(source: Path, packed: Path, at: str = "config.json") -> dict[str, int]:
     """Files that a run finished before it was stopped -> their inodes."""
     with pytest.raises(RuntimeError, match="stopped"):
-        repack_checkpoint(source, packed, workers=1, progress=Stop(at))
+        repack_checkpoint(source, packed, workers=1, progress=StopAt(at))
     time.sleep(0.02)  # the clock of inodes ticks every few milliseconds
     return inodes(packed)
 
@@ -97,7 +83,7 @@ def test_the_bytes_are_looked_at_once(
     )
     for _ in range(2):
         with pytest.raises(RuntimeError, match="stopped"):
-            repack_checkpoint(pair.source, packed, workers=1, progress=Stop("config.json"))
+            repack_checkpoint(pair.source, packed, workers=1, progress=StopAt("config.json"))
     own = {"source_config.json", "source_files.json", "model.safetensors.index.json"}
     assert sorted(looked) == sorted(before.keys() - own)
 
@@ -243,7 +229,7 @@ def test_no_manifest_beside_files_that_are_made_again(pair_of: Callable[[str], A
     shutil.copy(pair.packed / MANIFEST, packed / MANIFEST)
     flip_bit(packed / "experts-0.safetensors", -1)
     with pytest.raises(RuntimeError, match="stopped"):
-        repack_checkpoint(pair.source, packed, workers=1, progress=Stop("config.json"))
+        repack_checkpoint(pair.source, packed, workers=1, progress=StopAt("config.json"))
     assert not (packed / MANIFEST).exists()
     repack_checkpoint(pair.source, packed)
     assert contents(packed) == contents(pair.packed)
@@ -252,7 +238,7 @@ def test_no_manifest_beside_files_that_are_made_again(pair_of: Callable[[str], A
 def test_unpacking_looks_at_what_is_finished_too(pair_of: Callable[[str], Any], tmp_path: Path) -> None:
     pair, again = pair_of("plain"), tmp_path / "again"
     with pytest.raises(RuntimeError, match="stopped"):
-        unpack_checkpoint(pair.packed, again, progress=Stop("model-00001-of-00003.safetensors"))
+        unpack_checkpoint(pair.packed, again, progress=StopAt("model-00001-of-00003.safetensors"))
     done = sorted(path.name for path in again.glob("*.safetensors"))
     assert len(done) == 2
     flip_bit(again / done[0], -1)
