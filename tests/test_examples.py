@@ -18,6 +18,8 @@ from hf_checkpoints import write_model, write_tokenizer
 from marlin_moe import repack_checkpoint
 from marlin_moe.cli.bench_results import Measured, Point, Results
 from marlin_moe.cli.main import main
+from marlin_moe.kernels import workspace
+from marlin_moe.kernels.scratch import Registry
 from pages import PAGES, blocks, page_name, run_python
 from tree import ROOT
 
@@ -87,8 +89,9 @@ def test_commands(page: Path, place: Path) -> None:
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=page_name)
-def test_python(page: Path, place: Path) -> None:
-    """The blocks share names. The device is the CPU where there is no other."""
+def test_python(page: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks share names. The device is the CPU where there is no other; no other layers are on it."""
+    monkeypatch.setattr(workspace, "registry", Registry())
     repack_checkpoint(place / "SRC", place / "DST")
     torch.manual_seed(0)
     names: dict[str, Any] = {
