@@ -17,7 +17,7 @@ from .packed.journal import Journal
 from .packed.make_files import FileMaker, FileTask, Records, layer_records, manifest_of
 from .packed.manifest import Manifest
 from .packed.names import MANIFEST
-from .packed.repack_plan import refuse_change, source_stamps
+from .packed.repack_plan import refuse_change, refuse_new_files, source_stamps
 from .packed.resume import kept
 from .progress import NoProgress
 from .ranks import Ranks
@@ -134,6 +134,7 @@ class RepackRun:
     def _refuse_changed_source(self) -> None:
         checkpoint, plan = self.maker.checkpoint, self.maker.plan
         refuse_change(checkpoint, plan.stamps, source_stamps(checkpoint, plan.companions))
+        refuse_new_files(checkpoint, plan.companions)
 
     def _let_go(self) -> None:
         if not self.ranks.is_first:

@@ -5,18 +5,15 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from ..checkpoint import CONFIG, Checkpoint
+from ..checkpoint import Checkpoint
 from ..errors import CheckpointError, PackedError
-from ..tensor_file import stamp_of
 from ..workers import SharedProgress, run_all
-from .companions import find_companions
 from .compare import Comparison, file_comparisons, source_comparisons
 from .differences import Problem
 from .durable import system_errors
 from .load import refuse_dead
 from .make_files import FileMaker
 from .manifest import Manifest
-from .names import MANIFEST
 from .reader import PackedCheckpoint
 
 
@@ -24,8 +21,8 @@ def already_packed(maker: FileMaker, progress: SharedProgress, *, workers: int) 
     """The manifest of the finished packed checkpoint in the destination, which is that of the same source.
 
     Its files are there with their sizes and headers, and the source has the names, sizes, headers, config and
-    companions that it was packed from. Where a file of the source is younger than the manifest everything is
-    compared, byte for byte.
+    companions that it was packed from, and the same bytes: all are compared, since two checkpoints of one
+    model may differ in nothing else, whatever their ages.
 
     Raises:
         PackedError: it is damaged, or of another source.
@@ -33,11 +30,7 @@ def already_packed(maker: FileMaker, progress: SharedProgress, *, workers: int) 
     """
     destination, checkpoint = maker.journal.destination, maker.checkpoint
     with PackedCheckpoint(destination) as packed:
-        made = (destination / MANIFEST).stat().st_mtime_ns
-        younger = any(max(times) > made for _, *times in maker.plan.stamps.values())
-        problem = _difference(
-            packed, checkpoint, progress, younger=younger, workers=workers, block_bytes=maker.block_bytes
-        )
+        problem = _difference(packed, checkpoint, progress, workers=workers, block_bytes=maker.block_bytes)
         if problem:
             raise PackedError(
                 f"{destination}: expected an empty directory, none, or the finished packed checkpoint of "
@@ -54,16 +47,11 @@ def refuse_other_source(
 ) -> None:
     """Raise PackedError where the checkpoint in the destination is not what unpacking would write there.
 
-    Compared as in `already_packed`, here with the age of its config, which unpacking writes last.
+    Compared as in `already_packed`.
     """
     try:
         with Checkpoint(destination) as found, system_errors(f"{destination}: looking at its files"):
-            made = (destination / CONFIG).stat().st_mtime_ns
-            places = [destination / name for name in (*found.files, *find_companions(found).names)]
-            younger = any(max(stamp_of(place.stat())[1:]) > made for place in places)
-            problem = _difference(
-                packed, found, progress, younger=younger, workers=1, block_bytes=block_bytes
-            )
+            problem = _difference(packed, found, progress, workers=1, block_bytes=block_bytes)
     except CheckpointError as error:
         names = sorted(os.listdir(destination))
         raise PackedError(
@@ -82,17 +70,14 @@ def _difference(
     source: Checkpoint,
     progress: SharedProgress,
     *,
-    younger: bool,
     workers: int,
     block_bytes: int,
 ) -> Problem | None:
-    """The first in which they differ: by names, sizes and headers, of a `younger` source by every byte."""
+    """The first in which they differ: by names, sizes and headers, then by every byte."""
     progress.start(0)
     for task in file_comparisons(packed, source):
         if problem := _first(task):
             return problem
-    if not younger:
-        return None
     progress.start(sum(entry.nbytes for entry in source.tensors.values()))
     comparisons = source_comparisons(packed, source, progress, block_bytes=block_bytes)
     return next(

@@ -9,6 +9,7 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import xxhash
 
@@ -50,11 +51,11 @@ def find_companions(checkpoint: Checkpoint, *, follow_links: bool = False) -> Co
     Raises:
         CheckpointError: a link that leads out of it, unless `follow_links`.
         PackedError: a file with a name that the packed checkpoint needs itself, or that is not UTF-8; a link
-            to nothing.
+            to nothing; a folder that cannot be listed.
     """
     names: list[str] = []
     left_out: list[str] = []
-    for folder, folders, files in os.walk(checkpoint.path):
+    for folder, folders, files in os.walk(checkpoint.path, onerror=_refuse_folder):
         base = Path(folder).relative_to(checkpoint.path)
         linked = [name for name in folders if (Path(folder) / name).is_symlink()]
         left_out += [(base / name).as_posix() for name in linked]
@@ -106,6 +107,18 @@ def _refuse_unreadable(path: Path) -> None:
         raise PackedError(
             f"{path}: expected a file to copy, got {found}. Put the file there, or remove the link."
         ) from error
+    if not os.access(path, os.R_OK):
+        raise PackedError(
+            f"{path}: expected a file that this user can read, because it is copied, got no permission. "
+            "Make it readable."
+        )
+
+
+def _refuse_folder(error: OSError) -> NoReturn:
+    raise PackedError(
+        f"{error.filename}: expected a folder that can be listed, because what is in it is copied, got "
+        f"{error.strerror}. Make it readable for this user, or move it out of the checkpoint."
+    ) from error
 
 
 def copy_file(source: Path, journal: Journal, name: str, progress: Progress) -> PlainFileRecord:

@@ -15,6 +15,7 @@ it finds; it does so only when no rank of an earlier run is alive.
 
 import json
 import os
+import re
 import uuid
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -33,6 +34,7 @@ COMPLETE = "complete.json"
 LOCK = "lock"
 PARTIAL = ".partial"
 FINISHED = ".finished.json"
+RANK_LOCK = re.compile(rf"{LOCK}-\d+")
 
 LONGEST_NAME = 128
 """Of a file in the folder, before its ending; a longer one is cut and told from others by its hash."""
@@ -218,7 +220,7 @@ class Journal:
 
     def _refuse_ranks_alive(self) -> None:
         """Raise where a rank of an earlier run still writes; the locks of dead ones go."""
-        for place in sorted(self.folder.glob(f"{LOCK}-*")):
+        for place in sorted(path for path in self.folder.iterdir() if RANK_LOCK.fullmatch(path.name)):
             os.close(take_lock(place, self.destination))
             place.unlink()
 
@@ -228,6 +230,7 @@ class Journal:
         if found is None:
             found = _read(self.folder / RUN)
         if found is None:
+            self._refuse_strange_folder()
             self._refuse_unknown()
         elif (run := found.get("run")) != self.run and (self.completed or not self._is_fruitless()):
             run = run if isinstance(run, dict) else {}
@@ -243,6 +246,22 @@ class Journal:
             path.unlink()
         text = json.dumps({"id": self.run_id, "run": self.run}).encode()
         write_whole(self.folder / f"{RUN}{PARTIAL}", self.folder / RUN, text)
+
+    def _refuse_strange_folder(self) -> None:
+        """A run that stopped before it said which it is has left locks and partial files, nothing else."""
+        known = (LOCK, RUN, COMPLETE)
+        strange = sorted(
+            path.name
+            for path in self.folder.iterdir()
+            if path.name not in known
+            and not RANK_LOCK.fullmatch(path.name)
+            and not path.name.endswith((PARTIAL, FINISHED))
+        )
+        if strange or self.folder.is_symlink():
+            raise PackedError(
+                f"{self.folder}: expected the work folder of an interrupted run, got "
+                f"{'a link' if self.folder.is_symlink() else ', '.join(strange[:4])}. Move it away."
+            )
 
     def _refuse_unknown(self) -> None:
         """Without a word on whose run this is, the directory has to be empty, or finished."""

@@ -138,11 +138,20 @@ def refuse_change(checkpoint: Checkpoint, before: Mapping[str, Stamp], now: Mapp
         raise changed_source(checkpoint, changed)
 
 
+def refuse_new_files(checkpoint: Checkpoint, companions: Companions) -> None:
+    """Raise CheckpointError where files have come to the source, or gone, since they were listed."""
+    now = find_companions(checkpoint, follow_links=True)
+    changed = {*now.names, *now.left_out} ^ {*companions.names, *companions.left_out}
+    if changed:
+        raise changed_source(checkpoint, sorted(changed))
+
+
 def changed_source(checkpoint: Checkpoint, names: list[str]) -> CheckpointError:
     """The error of a source that does not stay as it is."""
     return CheckpointError(
         f"{checkpoint.path}: expected a source that stays as it is while it is repacked, got a change of "
-        f"{shorten(names)}. Run it again: what was made of that is looked at again."
+        f"{shorten(names)}. Once it stays, run it again: what was made of that is looked at again; after a "
+        "change of names, shapes or config remove the destination first."
     )
 
 

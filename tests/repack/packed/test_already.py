@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from checkpoints import CheckpointSpec, make_source, write_source
-from marlin_moe import repack_checkpoint
+from marlin_moe import repack_checkpoint, unpack_checkpoint
 from marlin_moe.repack.errors import ExpertsError, PackedError
 from mutations import flip_bit, flip_tensor_bit
 from packed_files import MANIFEST, contents
@@ -94,6 +95,27 @@ def test_a_changed_source_is_refused(
     with pytest.raises(PackedError, match=rf"finished packed checkpoint that differs from it: .*{found}"):
         repack_checkpoint(pair.source, pair.packed)
     assert stamps(pair.packed) == before
+
+
+def test_another_checkpoint_of_the_same_model_is_refused_whatever_its_age(
+    own_pair: Callable[[str], Any],
+) -> None:
+    """A later training step has the same names, shapes and config, and may lie there for longer."""
+    pair = own_pair("plain")
+    other = pair.source.with_name("other")
+    shutil.copytree(pair.source, other)
+    flip_tensor_bit(other, "model.layers.1.mlp.experts.0.up_proj.weight_packed")
+    for path in (other, pair.source):
+        age(path, 1000)
+    with pytest.raises(PackedError, match="differs from it"):
+        repack_checkpoint(other, pair.packed)
+    back = pair.source.with_name("back")
+    unpack_checkpoint(pair.packed, back)
+    shutil.rmtree(back)
+    shutil.copytree(other, back)
+    (back / "config.json").touch()  # as the last file of an unpacking is
+    with pytest.raises(PackedError, match="differs from it"):
+        unpack_checkpoint(pair.packed, back)
 
 
 @pytest.mark.parametrize("name", ["experts-0.safetensors", "config.json", MANIFEST])

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -295,3 +296,29 @@ def test_a_rank_waits_until_it_sees_what_rank_0_wrote(tmp_path: Path) -> None:
     late.join()
     rank.release()
     first.release()
+
+
+def test_a_folder_of_that_name_that_is_not_ours(pair_of: Callable[[str], Any], tmp_path: Path) -> None:
+    kept = tmp_path / "packed" / WORK / "notes.txt"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("mine")
+    with pytest.raises(PackedError, match=r"expected the work folder of an interrupted run, got notes\.txt"):
+        repack_checkpoint(pair_of("plain").source, tmp_path / "packed")
+    assert kept.read_text() == "mine"
+    shutil.move(kept.parent, tmp_path / "elsewhere")
+    kept.parent.symlink_to(tmp_path / "elsewhere")
+    kept.unlink()
+    with pytest.raises(PackedError, match=r"got a link"):
+        repack_checkpoint(pair_of("plain").source, tmp_path / "packed")
+
+
+def test_a_companion_named_like_a_lock(own_pair: Callable[[str], Any], tmp_path: Path) -> None:
+    """Its record is no lock of a rank, and what is finished is not made again."""
+    source, packed = own_pair("plain").source, tmp_path / "new"
+    (source / "lock-1").write_text("key")
+    with pytest.raises(RuntimeError, match="stopped"):
+        repack_checkpoint(source, packed, progress=StopAt("config.json"), workers=1)
+    made = {path.name: path.stat().st_ino for path in packed.iterdir() if path.is_file()}
+    repack_checkpoint(source, packed)
+    assert {name: (packed / name).stat().st_ino for name in made} == made
+    assert (packed / "lock-1").read_text() == "key"

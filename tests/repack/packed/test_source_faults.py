@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from marlin_moe import MarlinMoEError, repack_checkpoint, verify_checkpoint
+from marlin_moe import MarlinMoEError, MarlinMoEWarning, repack_checkpoint, verify_checkpoint
+from marlin_moe.repack.errors import CheckpointError, PackedError
 from packed_files import MANIFEST, contents
 
 
@@ -130,3 +132,70 @@ def test_no_permission(
     assert not (packed / MANIFEST).exists()
     repack_checkpoint(pair.source, packed)
     assert contents(packed) == contents(pair.packed)
+
+
+class During:
+    """`Progress` that does something once, when bytes of the first file have been made."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act: Callable[[], object] | None = act
+
+    def start(self, total_bytes: int) -> None:
+        """Nothing."""
+
+    def advance(self, done_bytes: int, what: str) -> None:
+        """The act, the first time."""
+        act, self.act = self.act, None
+        if act is not None:
+            act()
+
+
+@pytest.mark.parametrize("name", ["more.json", "folder/more.txt", "more.bin"])
+def test_files_that_come_during_the_run(own_pair: Callable[[str], Any], tmp_path: Path, name: str) -> None:
+    """A download that goes on: what it adds would be missing, and the same command could never run again."""
+    source, packed = own_pair("plain").source, tmp_path / "new"
+
+    def come() -> None:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("{}")
+
+    with pytest.raises(CheckpointError, match=rf"stays as it is .*got a change of {name}"):
+        repack_checkpoint(source, packed, progress=During(come))
+    assert not (packed / MANIFEST).exists()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MarlinMoEWarning)  # more.bin is not copied
+        repack_checkpoint(source, packed)
+        assert repack_checkpoint(source, packed).already_complete
+
+
+def test_a_folder_that_cannot_be_listed(
+    own_pair: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = own_pair("plain").source
+    (source / "code").mkdir()
+    (source / "code" / "model.py").write_text("1")
+    listed = os.scandir
+
+    def refusing(path: Any) -> Any:
+        if Path(path).name == "code":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(PackedError, match=r"code: expected a folder that can be listed.*Permission denied"):
+        repack_checkpoint(source, tmp_path / "new")
+
+
+def test_a_companion_that_cannot_be_read(
+    own_pair: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said before hours of work, by its own name."""
+    source = own_pair("plain").source
+    real = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: Path(path).name != "generation_config.json" and real(path, mode)
+    )
+    with pytest.raises(
+        PackedError, match=r"generation_config\.json: expected a file that this user can read"
+    ):
+        repack_checkpoint(source, tmp_path / "new")
