@@ -75,7 +75,10 @@ def measured(workers: int, block_bytes: int, *paths: Path) -> list[dict[str, Any
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_peaks_do_not_grow_with_the_layer(tmp_path: Path, workers: int) -> None:
-    """Layers of 24 and of 96 MB in blocks of 4 MiB: a quarter of the larger one would be seen."""
+    """Layers of 24 and of 96 MB in blocks of 4 MiB: a quarter of the larger one would be seen.
+
+    Two workers have a block and its result each in memory, or not at once, as it happens: that differs by 12 MB.
+    """
     write_repeated(tmp_path / "first", SMALL, num_experts=2)
     spec = replace(SMALL, hidden_size=1024, intermediate_size=1024)
     layers = 2
@@ -86,7 +89,7 @@ def test_peaks_do_not_grow_with_the_layer(tmp_path: Path, workers: int) -> None:
     told = f"{workers} workers: short {short}, long {long}, an expert {per_expert}"
     for run in ("repack", "verify"):
         assert long[run] < 24 * MIB, told
-        assert long[run] - short[run] < 8 * MIB, told
+        assert long[run] - short[run] < 16 * MIB, told
 
 
 def test_nothing_grows_over_a_hundred_layers(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_unpacking_again_has_nothing_to_do(own_pair: Callable[[str], Any], tmp_p
     assert report.already_complete
     assert report.resumed_files == report.files == len(before)
     for path in again.iterdir():
-        path.chmod(0o600)  # younger now: every byte is compared
+        path.chmod(0o600)  # younger now
     assert unpack_checkpoint(pair.packed, again).already_complete
     assert {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in again.iterdir()} == before
 
@@ -108,7 +108,7 @@ def test_what_is_not_the_unpacked_checkpoint_is_refused(
     for place, found in (
         (again, r"got a checkpoint that differs from it: .*experts\.0\.up_proj\.weight_packed"),
         (pair_of("padded").source, r"got a checkpoint that differs from it: .*expected the source that"),
-        (pair_of("padded").packed, r"got 8 files or folders \(config\.json, experts-0"),
+        (pair_of("padded").packed, r"got a checkpoint that differs from it: .*experts-0"),
         (tmp_path / "project", r"got 1 files or folders \(config\.json\)"),
     ):
         with pytest.raises(PackedError, match=found):
