@@ -77,7 +77,7 @@ def measured(workers: int, block_bytes: int, *paths: Path) -> list[dict[str, Any
 def test_peaks_do_not_grow_with_the_layer(tmp_path: Path, workers: int) -> None:
     """Layers of 24 and of 96 MB in blocks of 4 MiB: a quarter of the larger one would be seen.
 
-    Two workers have a block and its result each in memory, or not at once, as it happens: that differs by 12 MB.
+    Two workers have a block and its result each in memory at once, or not, as it happens: up to 12 MB more.
     """
     write_repeated(tmp_path / "first", SMALL, num_experts=2)
     spec = replace(SMALL, hidden_size=1024, intermediate_size=1024)
