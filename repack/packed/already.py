@@ -8,7 +8,7 @@ from pathlib import Path
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError, PackedError
 from ..workers import SharedProgress, run_all
-from .compare import Comparison, file_comparisons, source_comparisons
+from .compare import Comparison, file_comparisons, tensor_comparisons
 from .differences import Problem
 from .durable import system_errors
 from .load import refuse_dead
@@ -79,7 +79,7 @@ def _difference(
         if problem := _first(task):
             return problem
     progress.start(sum(entry.nbytes for entry in source.tensors.values()))
-    comparisons = source_comparisons(packed, source, progress, block_bytes=block_bytes)
+    comparisons = tensor_comparisons(packed, source, progress, block_bytes=block_bytes)
     return next(
         filter(None, run_all([partial(_first, task) for task in comparisons], workers, progress)), None
     )

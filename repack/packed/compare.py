@@ -20,7 +20,7 @@ from .durable import COPY_BYTES, read_pieces
 from .names import MANIFEST, SOURCE_CONFIG, packed_config
 from .reader import PackedCheckpoint
 from .records import LayerRecord
-from .rest_files import rest_tensors
+from .rest_files import in_parts, rest_tensors
 from .restore import RestoredBlock, restored_blocks
 from .source import SourceLayout, describe_source
 from .source_tensors import SourcePart, parts_of
@@ -36,6 +36,14 @@ def source_comparisons(
 ) -> list[Comparison]:
     """Comparisons that find all in which the packed checkpoint is not its source; they may run at once."""
     fingerprint, config, companions = file_comparisons(packed, source)
+    tensors = tensor_comparisons(packed, source, progress, block_bytes=block_bytes)
+    return [fingerprint, config, *tensors, companions]
+
+
+def tensor_comparisons(
+    packed: PackedCheckpoint, source: Checkpoint, progress: Progress, *, block_bytes: int
+) -> list[Comparison]:
+    """Those that read tensors, layers first."""
     modules = [layer.module for layer in packed.manifest.layers]
     theirs = {entry.name: entry for entry in rest_tensors(source, modules)}
     mine = {entry.name: entry for entry in rest_tensors(packed.checkpoint, modules)}
@@ -46,13 +54,11 @@ def source_comparisons(
     def of_rest(part: list[TensorEntry]) -> Comparison:
         return lambda: _rest_problems(packed, source, part, mine, progress)
 
+    both = [entry for name, entry in theirs.items() if name in mine]
     return [
-        fingerprint,
-        config,
         *map(of_layer, packed.manifest.layers),
         lambda: _name_problems(theirs.keys(), mine.keys()),
-        *map(of_rest, _parts([entry for name, entry in theirs.items() if name in mine])),
-        companions,
+        *map(of_rest, in_parts(both, part_bytes=PART_BYTES)),
     ]
 
 
@@ -65,19 +71,6 @@ def file_comparisons(
         lambda: _config_problems(packed, source),
         lambda: _companion_problems(packed, source),
     )
-
-
-def _parts(entries: list[TensorEntry]) -> list[list[TensorEntry]]:
-    """Tensors that lie one after another, `PART_BYTES` of them together."""
-    parts: list[list[TensorEntry]] = []
-    held = PART_BYTES
-    for entry in entries:
-        if held >= PART_BYTES:
-            parts.append([])
-            held = 0
-        parts[-1].append(entry)
-        held += entry.nbytes
-    return parts
 
 
 def _fingerprint_problems(packed: PackedCheckpoint, source: Checkpoint) -> Iterator[Problem]:

@@ -28,16 +28,22 @@ def rest_tensors(checkpoint: Checkpoint, modules: Sequence[str]) -> list[TensorE
     return sorted(rest, key=lambda entry: (files[entry.file], entry.offset_bytes))
 
 
-def plan_rest_files(rest: Sequence[TensorEntry], *, file_bytes: int = REST_FILE_BYTES) -> list[FilePlan]:
-    """The rest files for tensors in source order; widest items first in each file, so all lie aligned."""
+def in_parts(entries: Sequence[TensorEntry], *, part_bytes: int) -> list[list[TensorEntry]]:
+    """Tensors in their order, as many together as reach `part_bytes`."""
     parts: list[list[TensorEntry]] = []
-    held = file_bytes
-    for entry in rest:
-        if held >= file_bytes:
+    held = part_bytes
+    for entry in entries:
+        if held >= part_bytes:
             parts.append([])
             held = 0
         parts[-1].append(entry)
         held += entry.nbytes
+    return parts
+
+
+def plan_rest_files(rest: Sequence[TensorEntry], *, file_bytes: int = REST_FILE_BYTES) -> list[FilePlan]:
+    """The rest files for tensors in source order; widest items first in each file, so all lie aligned."""
+    parts = in_parts(rest, part_bytes=file_bytes)
     return [
         plan_file(
             rest_file(i),
