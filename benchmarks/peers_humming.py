@@ -2,6 +2,9 @@
 
 `.peers/` (or $MARLIN_MOE_PEERS) holds the package `humming` of the wheel humming-kernels. It compiles a
 kernel for each of its tuning ranges; $HUMMING_CACHE_DIR keeps them. Alignment is vLLM's.
+
+Its launcher reads the metadata of the kernel for one row before it looks for the call's, whatever the call: a
+tuning in which no range holds one row is refused ("shape_m is not within any range defined in configs").
 """
 
 import json
@@ -21,6 +24,7 @@ from marlin_moe.kernels.matrix import MarlinMatrix
 COMPUTE = {"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": "indexed"}
 WIDEST_BLOCK = 64
 EXPERTS_AT_ONCE = 8  # unpacking takes many times a matrix's bytes
+LAUNCHER_ROWS = 1  # the launcher always asks for these
 
 
 class Humming:
@@ -28,7 +32,7 @@ class Humming:
 
     Args:
         layers: ours, for the weights.
-        rows: the numbers of rows (M * T) that will run: only their tuning ranges are compiled.
+        rows: the numbers of rows (M * T) that will run: only their ranges, and that of one row, are compiled.
     """
 
     def __init__(self, layers: Sequence[MarlinMoELayer], *, rows: Sequence[int]) -> None:
@@ -45,11 +49,7 @@ class Humming:
         self.pairs = [tuple(_humming_layer(matrix) for matrix in (layer.w13, layer.w2)) for layer in layers]
         self.compute = json.dumps(COMPUTE)
         self.tuning = [
-            [
-                entry
-                for entry in get_heuristics_config(layer_config=one.humming_config, gemm_type="indexed")
-                if any(entry[0] < count <= entry[1] for count in rows)
-            ]
+            ranges_of(get_heuristics_config(layer_config=one.humming_config, gemm_type="indexed"), rows)
             for one in self.pairs[0]
         ]
         self.tuning_text = [json.dumps(entries) for entries in self.tuning]
@@ -96,6 +96,12 @@ class Humming:
             compute_config=self.compute,
             tuning_config=tuning,
         )
+
+
+def ranges_of(entries: Sequence[Any], rows: Sequence[int]) -> list[Any]:
+    """The (low, high, config) with low < count <= high for one of the counts, or for the launcher's own."""
+    counts = (LAUNCHER_ROWS, *rows)
+    return [entry for entry in entries if any(entry[0] < count <= entry[1] for count in counts)]
 
 
 def _humming_layer(matrix: MarlinMatrix) -> Any:
