@@ -26,6 +26,11 @@ class Ours:
         """What the plan takes for this many rows."""
         return _plan_of(self.layers[0], rows, self.backend).nbytes
 
+    def layer_workspace_bytes(self) -> int:
+        """What the layers hold since their first call, together: it is shared."""
+        assert self.layers[0].workspace is not None
+        return self.layers[0].workspace.nbytes
+
 
 class OursPerCall(Ours):
     """The same kernels, launched on a fresh `torch.zeros` of the bytes planned for the call's rows.

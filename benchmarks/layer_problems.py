@@ -67,6 +67,29 @@ FORMATS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A shape and format, and the numbers of tokens at which they are measured."""
+
+    shape: LayerShape
+    form: WeightFormat
+    tokens: tuple[int, ...]
+
+
+DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+ALL_TOKENS = (*DECODE_TOKENS, 256, 512, 1024, 2048, 4096, 8192)
+FULL_SWEEP = (
+    *(Case(shape=shape, form=FORMATS["int4"], tokens=ALL_TOKENS) for shape in SHAPES.values()),
+    *(
+        Case(shape=SHAPES[shape], form=form, tokens=(1, 8, 32, 128))
+        for shape in ("kimi-k2.5-tp8", "qwen3-30b-a3b")
+        for name, form in FORMATS.items()
+        if name != "int4"
+    ),
+)
+"""What the published figures are made of: symmetric int4 everywhere, the other formats at two shapes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
     """What the device reaches with nothing else to do, as measured."""
 

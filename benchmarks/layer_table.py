@@ -6,23 +6,16 @@ from pathlib import Path
 
 from layer_problems import Ceilings
 
-from marlin_moe.cli.bench_results import Measured, Point
+from marlin_moe.cli.bench_results import OURS, Point
 
 QUOTED = Path(__file__).parent / "results" / "quoted_sglang.json"
 WIDTH = 9
-OURS = "ours"
 
 
 def quoted_us(path: Path = QUOTED) -> dict[tuple[str, int], float]:
     """{(shape, tokens): microseconds} of SGLang, symmetric int4, measured before on such a device."""
     report = json.loads(path.read_text())
     return {(entry["shape"], entry["tokens"]): entry["us"] for entry in report["points"]}
-
-
-def best_peer_us(measured: Mapping[str, Measured], kind: str) -> float | None:
-    """The fastest implementation of the run that is not ours."""
-    found = [getattr(entry, kind) for name, entry in measured.items() if not name.startswith(OURS)]
-    return min((us for us in found if us is not None), default=None)
 
 
 def header_line(names: Sequence[str]) -> str:
@@ -47,18 +40,17 @@ def point_lines(point: Point, names: Sequence[str], quoted: Mapping[tuple[str, i
     cells = [(str(point.tokens), "M"), (f"{point.floor_us:.1f}", "floor")]
     cells += [(_us(point.measured[name].burst_us), name) for name in names]
     if OURS in names:
-        own = point.measured[OURS]
-        cells += [(text, "x floor") for text in _ratios(own.burst_us, point, "burst_us")]
-        cells += [(_us(own.sustained_us), "sust")]
-        cells += [(text, "x floor") for text in _ratios(own.sustained_us, point, "sustained_us")]
+        cells += _ratios(point, "burst")
+        cells += [(_us(point.us("sustained")), "sust")]
+        cells += _ratios(point, "sustained")
     published = quoted.get((point.shape, point.tokens)) if point.format == "int4" else None
     cells.append((_us(published), "SGLang*"))
     row = "".join(text.rjust(_width(column)) for text, column in cells)
     return [row, *(f"{'':6}{line}" for line in _remarks(point))]
 
 
-def _ratios(us: float | None, point: Point, kind: str) -> tuple[str, str]:
-    return _ratio(us, point.floor_us), _ratio(us, best_peer_us(point.measured, kind))
+def _ratios(point: Point, kind: str) -> list[tuple[str, str]]:
+    return [(_ratio(point.over_floor(kind)), "x floor"), (_ratio(point.over_best_peer(kind)), "/best")]
 
 
 def _remarks(point: Point) -> Iterator[str]:
@@ -85,5 +77,5 @@ def _us(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
-def _ratio(value: float | None, base: float | None) -> str:
-    return "-" if value is None or base is None else f"{value / base:.2f}"
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -122,6 +122,32 @@ def eager_us(run: Callable[[], None], *, layers: int, samples: int) -> float:
     return round(statistics.median(found), 2)
 
 
+class TimeLimit:
+    """When a run has to end: its points are of known length only once some were measured.
+
+    Args:
+        seconds: from now on; no limit if None.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+        self.start = time.perf_counter()
+
+    @property
+    def spent_s(self) -> float:
+        """Since the start."""
+        return time.perf_counter() - self.start
+
+    @property
+    def left_s(self) -> float | None:
+        """Until the end, 0 after it; None without a limit."""
+        return None if self.seconds is None else max(0.0, self.seconds - self.spent_s)
+
+    def allows(self, expected_s: float) -> bool:
+        """Whether a step that takes about so long still ends in time."""
+        return self.left_s is None or expected_s < self.left_s
+
+
 @contextmanager
 def watched(what: str, *, seconds: float) -> Iterator[None]:
     """Ends the process, saying where it is, if the block takes longer: a kernel that hangs costs no more."""

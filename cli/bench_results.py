@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from ..kernels.errors import MarlinMoEError
 
 FORMAT = "marlin-moe layer benchmark"
 VERSION = 1
+OURS = "ours"  # other ways to run it have names that begin so, and are no peers
+KINDS = ("burst", "sustained")
 
 
 class BenchResultsError(MarlinMoEError):
@@ -24,7 +27,9 @@ class Measured:
     Attributes:
         burst_us, sustained_us: median microseconds a layer of graph replays, after rest and under load.
         eager_us: microseconds a layer without a graph.
+        matmul_fraction: operations per second under load over the bf16 matmul rate of the same run.
         workspace_bytes: scratch that the call needs, where the implementation says.
+        layer_workspace_bytes: scratch that the layer keeps for calls of all sizes, shared with other layers.
         relative_error: Frobenius norm of the error over that of the float64 result, on some rows.
         difference: the same of this output against the first implementation's, on all rows.
         refused: why it does not run.
@@ -33,7 +38,9 @@ class Measured:
     burst_us: float | None = None
     sustained_us: float | None = None
     eager_us: float | None = None
+    matmul_fraction: float | None = None
     workspace_bytes: int | None = None
+    layer_workspace_bytes: int | None = None
     relative_error: float | None = None
     difference: float | None = None
     refused: str | None = None
@@ -51,6 +58,50 @@ class Point:
     floor_us: float
     measured: dict[str, Measured]
 
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What was measured."""
+        return self.shape, self.format, self.tokens
+
+    def us(self, kind: str, name: str = OURS) -> float | None:
+        """An implementation's microseconds, `kind` being burst, sustained or eager; None if not measured."""
+        found = self.measured.get(name)
+        us: float | None = None if found is None else getattr(found, f"{kind}_us")
+        return us
+
+    def over_floor(self, kind: str, name: str = OURS) -> float | None:
+        """An implementation's time over the floor."""
+        us = self.us(kind, name)
+        return None if us is None else us / self.floor_us
+
+    def best_peer_us(self, kind: str) -> float | None:
+        """The time of the fastest implementation that is not ours."""
+        found = (self.us(kind, name) for name in self.measured if not name.startswith(OURS))
+        return min((us for us in found if us is not None), default=None)
+
+    def over_best_peer(self, kind: str, name: str = OURS) -> float | None:
+        """An implementation's time over the best peer's."""
+        us, best = self.us(kind, name), self.best_peer_us(kind)
+        return None if us is None or best is None else us / best
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Our time over the best peer's of the same run, over all points where both were measured."""
+
+    points: int
+    geometric_mean: float
+    worst: float
+
+    @classmethod
+    def of(cls, points: Sequence[Point], kind: str) -> "Comparison | None":
+        """Of these points; None where nothing can be compared."""
+        found = [ratio for point in points if (ratio := point.over_best_peer(kind)) is not None]
+        if not found:
+            return None
+        mean = statistics.geometric_mean(found)
+        return cls(points=len(found), geometric_mean=round(mean, 4), worst=round(max(found), 4))
+
 
 @dataclass(slots=True, kw_only=True)
 class Results:
@@ -61,10 +112,55 @@ class Results:
     ceilings: dict[str, float]
     points: list[Point] = field(default_factory=list)
 
+    def add(self, point: Point) -> None:
+        """A point more, or instead of the one of the same shape, format and number of tokens."""
+        for index, other in enumerate(self.points):
+            if other.key == point.key:
+                self.points[index] = point
+                return
+        self.points.append(point)
+
+    def joined(self, earlier: "Results") -> "Results":
+        """This run, with the points of an earlier one of the same device.
+
+        Every point keeps the floor and the fractions of the run that measured it. Ceilings and protocol are
+        this run's; where the machines differ, in the commit for instance, both are named.
+
+        Raises:
+            BenchResultsError: another device.
+        """
+        device, other = self.machine.get("device"), earlier.machine.get("device")
+        if device != other:
+            raise BenchResultsError(
+                f"machine.device: expected {other!r}, because points of one file are compared with each "
+                f"other, got {device!r}. Write to another file."
+            )
+        machine = {
+            key: ", ".join(dict.fromkeys([*earlier.machine.get(key, value).split(", "), value]))
+            for key, value in self.machine.items()
+        }
+        return Results(
+            machine=machine,
+            protocol=self.protocol,
+            ceilings=self.ceilings,
+            points=[*earlier.points, *self.points],
+        )
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """{format: {kind: Comparison as a dict}}, for those that can be compared."""
+        found: dict[str, dict[str, Any]] = {}
+        for form in dict.fromkeys(point.format for point in self.points):
+            points = [point for point in self.points if point.format == form]
+            comparisons = {kind: Comparison.of(points, kind) for kind in KINDS}
+            kinds = {kind: asdict(one) for kind, one in comparisons.items() if one is not None}
+            if kinds:
+                found[form] = kinds
+        return found
+
     def write(self, path: Path) -> None:
         """The whole file anew, by renaming: a run that is cut off leaves the points it had."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        report = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        report = {"format": FORMAT, "version": VERSION, "summary": self.summary(), **asdict(self)}
         for point in report["points"]:
             point["measured"] = {
                 name: {key: value for key, value in found.items() if value is not None}

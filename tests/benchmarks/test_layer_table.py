@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from layer_problems import SHAPES
-from layer_table import best_peer_us, header_line, point_lines, quoted_us
+from layer_table import header_line, point_lines, quoted_us
 
 from marlin_moe.cli.bench_results import Measured, Point
 
@@ -50,8 +50,8 @@ def test_what_is_besides_comes_below() -> None:
 
 def test_the_best_peer_is_none_of_ours() -> None:
     measured = point().measured
-    assert best_peer_us(measured, "burst_us") == 60.0
-    assert best_peer_us({"ours": measured["ours"]}, "burst_us") is None
+    assert point().best_peer_us("burst") == 60.0
+    assert point(measured={"ours": measured["ours"]}).best_peer_us("burst") is None
 
 
 def test_without_ours_nothing_is_compared() -> None:
