@@ -167,8 +167,9 @@ def model(
     show_default=True,
     help="Graph replays after rest or under load, or calls without a graph.",
 )
+@click.option("--format", "formats", multiple=True, help="Only this weight format; can be repeated.")
 @json_option
-def plot(results: tuple[Path, ...], output: Path, kind: str, as_json: bool) -> None:
+def plot(results: tuple[Path, ...], output: Path, kind: str, formats: tuple[str, ...], as_json: bool) -> None:
     """Draw time over floor against tokens.
 
     RESULT is a file written by benchmarks/moe_layer.py. Several are drawn as one; where they measured the
@@ -177,7 +178,7 @@ def plot(results: tuple[Path, ...], output: Path, kind: str, as_json: bool) -> N
 
     \b
     Example:
-      marlin-moe bench plot decode.json prefill.json -o speed.svg
+      marlin-moe bench plot moe_layer.json --format int4 --kind sustained -o sustained.svg
     """
     from ..bench.model_results import is_model_results
     from .bench_model import plot_model
@@ -186,7 +187,7 @@ def plot(results: tuple[Path, ...], output: Path, kind: str, as_json: bool) -> N
     if any(map(is_model_results, results)):
         report = plot_model(results, output)
     else:
-        report = plot_results(results, output, kind=kind)
+        report = plot_results(results, output, kind=kind, formats=formats)
     if as_json:
         print_json(report.as_dict())
         return

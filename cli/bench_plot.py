@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS = 3
-PANEL_INCHES = (4.2, 3.2)
+PANEL_INCHES = (4.4, 3.4)
+LEAST_RATIO = 0.9  # the floor's line has some room below
+RATIO_TICKS = (1, 1.2, 1.5, 2, 3, 4, 5, 7, 10, 20, 50, 100)
 MARKERS = "osD^vPX*"
 KINDS = {"burst": "burst_us", "sustained": "sustained_us", "eager": "eager_us"}
 Panel = tuple[str, str]  # shape, format
@@ -38,20 +40,32 @@ class PlotReport:
         return asdict(self)
 
 
-def plot_results(paths: Sequence[Path], output: Path, *, kind: str = "burst") -> PlotReport:
+def plot_results(
+    paths: Sequence[Path], output: Path, *, kind: str = "burst", formats: Sequence[str] = ()
+) -> PlotReport:
     """Draw results as `output`, an .svg or .png; where files measured the same, the last one counts.
 
     Args:
         paths: files of `benchmarks/moe_layer.py`.
         output: what to write.
         kind: `burst`, `sustained` or `eager`.
+        formats: only these; all if there are none.
 
     Raises:
         BenchResultsError: a file that holds no results.
-        BenchPlotError: nothing of this kind was measured; no matplotlib; no file can be written.
+        BenchPlotError: no file has a format; nothing of this kind was measured; no matplotlib; no file can be
+            written.
     """
     every = [Results.read(path) for path in paths]
-    panels = lines_of(merged(every), KINDS[kind])
+    points = merged(every)
+    known = list(dict.fromkeys(point.format for point in points))
+    for form in formats:
+        if form not in known:
+            raise BenchPlotError(
+                f"--format: expected one of {', '.join(known) or 'none'}, which {', '.join(map(str, paths))} "
+                f"measured, got {form!r}. Choose another, or give more results."
+            )
+    panels = lines_of([point for point in points if point.format in (formats or known)], KINDS[kind])
     if not panels:
         raise BenchPlotError(
             f"{', '.join(map(str, paths))}: expected {KINDS[kind]} of at least one implementation to draw, "
@@ -155,9 +169,13 @@ def _draw_panel(
     ax.set_title(shape if form == "int4" else f"{shape}, {form}", fontsize=10)
     ax.set_xscale("log", base=2)
     ticks = sorted({tokens for line in lines.values() for tokens, _ in line})
-    ax.set_xticks(ticks, [_count_text(tick) for tick in ticks], fontsize=8)
+    ax.set_xticks(ticks, [_count_text(tick) for tick in ticks], fontsize=7)
+    ax.set_yscale("log", base=2)
+    most = max(ratio for line in lines.values() for _, ratio in line)
+    ax.set_ylim(LEAST_RATIO, max(1.5, most) * 1.1)
+    shown = [tick for tick in RATIO_TICKS if tick <= ax.get_ylim()[1]]
+    ax.set_yticks(shown, [f"{tick:g}" for tick in shown], fontsize=8)
     ax.minorticks_off()
-    ax.set_ylim(bottom=0.8)
     ax.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
     ax.grid(visible=True, alpha=0.3)
     ax.set_xlabel("tokens")

@@ -135,10 +135,13 @@ class Results:
                 f"machine.device: expected {other!r}, because points of one file are compared with each "
                 f"other, got {device!r}. Write to another file."
             )
-        machine = {
-            key: ", ".join(dict.fromkeys([*earlier.machine.get(key, value).split(", "), value]))
-            for key, value in self.machine.items()
-        }
+        machine = dict(self.machine)
+        for key, before in earlier.machine.items():
+            now = machine.setdefault(key, before)
+            if now not in before.split(", "):
+                machine[key] = f"{before}, {now}"
+            elif now != before:
+                machine[key] = before
         return Results(
             machine=machine,
             protocol=self.protocol,

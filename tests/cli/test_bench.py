@@ -4,6 +4,7 @@ import builtins
 import json
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,110 @@ def test_a_row_that_is_not_full_leaves_no_empty_panel() -> None:
     )
     assert [ax.get_title() for ax in figure.axes] == shapes
     assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == ["64", "2k"]
+
+
+SHAPES = ("kimi-k2.5-tp8", "kimi-k2.5-ep8", "qwen3-30b-a3b", "deepseek-v3-tp8", "mixtral-8x7b")
+
+
+def full_sweep() -> list[Point]:
+    """Five shapes at M = 1 ... 8192; ours falls from 3.1 to 1.2 times the floor, peers from above that."""
+    return [
+        point(shape, 2**power, ours=31.0 - 1.4 * power, vllm=60.0 - power, humming=50.0 - 2 * power)
+        for shape in SHAPES
+        for power in range(14)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["burst", "sustained"])
+def test_a_full_sweep_can_be_read(kind: str) -> None:
+    figure = draw(lines_of(full_sweep(), f"{kind}_us"), title=kind)
+    assert [ax.get_title() for ax in figure.axes] == list(SHAPES)
+    figure.draw_without_rendering()
+    for ax in figure.axes:
+        assert sorted(line.get_label() for line in ax.get_lines() if len(line.get_xdata()) == 14) == [
+            "humming",
+            "ours",
+            "vllm",
+        ]
+        labels = [label for label in ax.get_xticklabels() if label.get_text()]
+        assert [label.get_text() for label in labels] == [
+            "1", "2", "4", "8", "16", "32", "64", "128", "256", "512", "1k", "2k", "4k", "8k",
+        ]  # fmt: skip
+        boxes = [label.get_window_extent() for label in labels]
+        assert all(left.x1 < right.x0 for left, right in pairwise(boxes)), "labels meet"
+        heights = [label.get_window_extent() for label in ax.get_yticklabels() if label.get_text()]
+        assert len(heights) >= 5
+        assert all(low.y1 < high.y0 for low, high in pairwise(heights)), "labels meet"
+        low, high = ax.get_ylim()
+        assert low < 1 < 6 < high, "the floor and every line are inside"
+
+
+def test_some_formats_only(path: Path, tmp_path: Path) -> None:
+    more = tmp_path / "more.json"
+    results(point("mixtral-8x7b", 1, "int8", ours=12.0), point("kimi", 1, "int4-asym", ours=1.0)).write(more)
+    output = tmp_path / "speed.svg"
+    result = invoke(path, more, "-o", output, "--format", "int8", "--format", "int4-asym")
+    assert (result.exit_code, result.output) == (0, f"{output}: 2 panels, 2 lines, 2 points\n")
+    assert ">mixtral-8x7b, int8<" in output.read_text()
+    result = invoke(path, "-o", output, "--format", "int3")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == (
+        f"error: --format: expected one of int4, which {path} measured, got 'int3'. Choose another, or give "
+        "more results."
+    )
+
+
+def test_results_say_how_they_compare(tmp_path: Path) -> None:
+    """sqrt((10/20) * (10/10)) = 0.7071; what has no peer is in no mean."""
+    written = tmp_path / "r.json"
+    found = results(
+        point("kimi", 1, ours=10.0, vllm=30.0, humming=20.0, ours_per_call=5.0),
+        point("kimi", 2, ours=10.0, vllm=10.0),
+        point("kimi", 4, ours=10.0),
+        point("kimi", 1, "int8", ours=9.0, vllm=19.0),
+    )
+    found.write(written)
+    assert json.loads(written.read_text())["summary"] == {
+        "int4": {
+            "burst": {"points": 2, "geometric_mean": 0.7071, "worst": 1.0},
+            "sustained": {"points": 2, "geometric_mean": 0.7237, "worst": 1.0},
+        },
+        "int8": {
+            "burst": {"points": 1, "geometric_mean": 0.4737, "worst": 0.4737},
+            "sustained": {"points": 1, "geometric_mean": 0.5, "worst": 0.5},
+        },
+    }
+    assert found.points[0].over_best_peer("burst") == 0.5
+    assert found.points[0].over_best_peer("burst", "vllm") == 1.5
+    assert found.points[0].over_floor("sustained") == 1.1
+    assert found.points[2].over_best_peer("burst") is None
+    assert found.points[0].us("burst", "sglang") is None
+    assert results().summary() == {}
+
+
+def test_runs_are_joined_point_by_point() -> None:
+    earlier = results(point("kimi", 1, ours=10.0, vllm=20.0), point("kimi", 2, ours=11.0))
+    earlier.machine.update(commit="a", driver="580")
+    later = Results(
+        machine={"device": "NVIDIA H200", "commit": "b", "driver": "580"},
+        protocol={"samples": 5},
+        ceilings={"read_bytes_per_s": 1.0},
+    )
+    joined = later.joined(earlier)
+    joined.add(point("kimi", 1, ours=9.0))
+    joined.add(point("kimi", 1, "int8", ours=12.0))
+    assert [entry.key for entry in joined.points] == [
+        ("kimi", "int4", 1),
+        ("kimi", "int4", 2),
+        ("kimi", "int8", 1),
+    ]
+    assert joined.points[0].measured == {"ours": Measured(burst_us=9.0, sustained_us=10.0)}
+    assert joined.machine == {"device": "NVIDIA H200", "commit": "a, b", "driver": "580"}
+    assert (joined.protocol, joined.ceilings) == ({"samples": 5}, {"read_bytes_per_s": 1.0})
+    assert later.joined(joined).machine == joined.machine
+    assert len(earlier.points) == 2
+    with pytest.raises(BenchResultsError, match=r"machine.device: expected 'NVIDIA H200'.*got 'other'"):
+        Results(machine={"device": "other"}, protocol={}, ceilings={}).joined(earlier)
 
 
 def test_the_same_results_give_the_same_bytes(path: Path, tmp_path: Path) -> None:
