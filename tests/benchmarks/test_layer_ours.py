@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from layer_ours import ZeroedWorkspace
+from layer_ours import Ours, ZeroedWorkspace
 from layer_problems import FORMATS, LayerShape
 from layer_tensors import random_layer, random_routing
 
@@ -41,3 +41,15 @@ def test_a_layer_on_it_gives_the_same_result() -> None:
 def test_inside_a_capture_the_call_says_how_many_rows() -> None:
     workspace = ZeroedWorkspace.attach(random_layer(SMALL, FORMATS["int4"], device="cpu"))
     assert workspace.captured("reference", 10).plan.rows == 10
+
+
+def test_what_the_layers_hold_is_counted_once_and_what_a_call_needs_by_its_rows() -> None:
+    layers = [random_layer(SMALL, FORMATS["int4"], device="cpu") for _ in range(2)]
+    ours = Ours(layers, backend="reference")
+    assert ours.layer_workspace_bytes() == 0
+    routing = random_routing(SMALL, tokens=3, device="cpu")
+    for index in range(2):
+        ours(index, torch.randn(3, SMALL.hidden_size), routing)
+    held = ours.layer_workspace_bytes()
+    assert held == layers[1].workspace.nbytes > 0
+    assert 0 < ours.workspace_bytes(6) <= held
