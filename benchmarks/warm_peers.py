@@ -58,7 +58,7 @@ def warm_all(peers: Sequence[str], cases: Sequence[Case], *, limit_s: float | No
 
 def jobs_of(peers: Sequence[str], cases: Sequence[Case]) -> list[tuple[str, str, str, str]]:
     """(peer, shape, format, tokens) of every process. vLLM's kernels know no shape: one for each format."""
-    jobs = {}
+    jobs: dict[tuple[str, ...], tuple[str, str, str, str]] = {}
     for peer in peers:
         for case in cases:
             if case.form.act_order:  # neither has it
