@@ -134,7 +134,10 @@ def _launch(variant: KernelVariant, smem_bytes: int, device: torch.device) -> Pr
     kernel = load_kernel(build_spec(variant, architecture(device)), device)
     per_sm = min(kernel.max_blocks_per_sm(variant.threads, smem_bytes), variant.blocks_per_sm)
     grid = max(1, per_sm) * sm_count(device)  # where not even one fits, preparing says so
-    return kernel.prepare(grid=grid, block=variant.threads, smem_bytes=smem_bytes, cooperative=True)
+    early = variant.waits_for_kernel_before and torch.cuda.get_device_capability(device) >= (9, 0)
+    return kernel.prepare(
+        grid=grid, block=variant.threads, smem_bytes=smem_bytes, cooperative=True, programmatic=early
+    )
 
 
 def build_specs(variant: Variant, arch: str) -> tuple[BuildSpec, ...]:

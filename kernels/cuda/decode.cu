@@ -144,6 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * TEAMS, 1) decode(con
     if (threadIdx.x % 32 == 0) init_barrier(&planned, 1);
     publish_barriers();
   }
+  wait_for_kernel_before();
   RouteCounts counts;
   if (slots > 32)
     counts = route_many(args, flags, routes, reinterpret_cast<u16*>(shared + AT_TOKENS), partial);

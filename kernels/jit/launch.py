@@ -11,6 +11,7 @@ from .driver import DriverFunction, launch_failure
 Dim = int | tuple[int, ...]
 Argument = int | float | bytes | bytearray | memoryview | ctypes.Structure
 COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 FLOAT_FORMATS = {4: "<f", 8: "<d"}
 
 
@@ -43,7 +44,7 @@ class PreparedLaunch:
     __slots__ = (
         "_addresses",
         "_arguments",
-        "_attribute",
+        "_attributes",
         "_buffer",
         "_call",
         "_config",
@@ -62,6 +63,7 @@ class PreparedLaunch:
         block: Dim,
         smem_bytes: int,
         cooperative: bool,
+        programmatic: bool = False,
     ) -> None:
         self.parameter_bytes = max((offset + size for offset, size in function.parameters), default=0)
         self._function = function  # its library must outlive the launches
@@ -72,14 +74,16 @@ class PreparedLaunch:
         start = ctypes.addressof(self._buffer)
         addresses = [start + offset for offset, _ in function.parameters]
         self._addresses = (ctypes.c_void_p * max(len(addresses), 1))(*addresses)
-        self._attribute = LaunchAttribute(id=COOPERATIVE)
-        self._attribute.value[0] = 1
+        wanted = [COOPERATIVE] * cooperative + [PROGRAMMATIC] * programmatic
+        self._attributes = (LaunchAttribute * max(len(wanted), 1))()
+        for attribute, number in zip(self._attributes, wanted, strict=False):
+            attribute.id, attribute.value[0] = number, 1
         self._config = LaunchConfig(
             grid=_three(grid, "grid"),
             block=_three(block, "block"),
             smem_bytes=smem_bytes,
-            attributes=ctypes.addressof(self._attribute),
-            num_attributes=int(cooperative),
+            attributes=ctypes.addressof(self._attributes),
+            num_attributes=len(wanted),
         )
         self._arguments = (
             ctypes.byref(self._config),

@@ -44,9 +44,20 @@ class LoadedKernel:
         return self.max_blocks_per_sm(block, smem_bytes) * self.function.num_sms
 
     def prepare(
-        self, *, grid: Dim, block: Dim, smem_bytes: int = 0, cooperative: bool = False
+        self,
+        *,
+        grid: Dim,
+        block: Dim,
+        smem_bytes: int = 0,
+        cooperative: bool = False,
+        programmatic: bool = False,
     ) -> PreparedLaunch:
         """A launch of this shape, to be repeated.
+
+        Args:
+            grid, block, smem_bytes, cooperative: as in `launch`.
+            programmatic: whether blocks may come while the stream's kernel before still runs, which then
+                must say itself where it waits for that one (griddepcontrol.wait, from sm_90 on).
 
         Raises:
             DriverError: the device has less shared memory, or cannot hold a cooperative grid at once.
@@ -68,6 +79,7 @@ class LoadedKernel:
             block=block,
             smem_bytes=smem_bytes,
             cooperative=cooperative,
+            programmatic=programmatic,
         )
 
     def launch(

@@ -55,6 +55,7 @@ class DecodeVariant(KernelVariant):
     source: ClassVar[str] = "decode.cu"
     kernel: ClassVar[str] = "decode"
     blocks_per_sm: ClassVar[int] = 1
+    waits_for_kernel_before: ClassVar[bool] = True
 
     hidden: int
     intermediate: int

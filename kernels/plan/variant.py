@@ -19,6 +19,7 @@ class KernelVariant(ABC):
     source: ClassVar[str]
     kernel: ClassVar[str]
     blocks_per_sm: ClassVar[int]
+    waits_for_kernel_before: ClassVar[bool] = False  # itself, from sm_90 on: its blocks may come earlier
 
     fp16: bool
     w13_bits: int

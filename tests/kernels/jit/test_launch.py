@@ -12,7 +12,7 @@ from cuda.bindings import driver
 
 from marlin_moe.kernels.errors import DriverError
 from marlin_moe.kernels.jit.driver import DriverFunction
-from marlin_moe.kernels.jit.launch import LaunchConfig, PreparedLaunch, pack_arguments
+from marlin_moe.kernels.jit.launch import LaunchAttribute, LaunchConfig, PreparedLaunch, pack_arguments
 
 SIGNATURE = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
 
@@ -78,13 +78,31 @@ def test_the_driver_sees_shape_stream_and_parameters(cooperative: bool) -> None:
     assert second["parameters"][1] == struct.pack("<i", 6)
 
 
-def test_the_attribute_is_the_drivers_cooperative_one() -> None:
+@pytest.mark.parametrize("programmatic", [False, True])
+@pytest.mark.parametrize("cooperative", [False, True])
+def test_the_attributes_are_the_drivers(cooperative: bool, programmatic: bool) -> None:
     fake = FakeDriver([])
-    launch = PreparedLaunch(fake.entry, function(), grid=1, block=1, smem_bytes=0, cooperative=True)
+    launch = PreparedLaunch(
+        fake.entry,
+        function(),
+        grid=1,
+        block=1,
+        smem_bytes=0,
+        cooperative=cooperative,
+        programmatic=programmatic,
+    )
     launch(0, b"")
-    attribute = driver.CUlaunchAttribute(fake.launches[0]["attributes"])
-    assert attribute.id == driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-    assert attribute.value.cooperative == 1
+    seen = fake.launches[0]
+    ids = driver.CUlaunchAttributeID
+    found = {}
+    for number in range(seen["num_attributes"]):
+        attribute = driver.CUlaunchAttribute(seen["attributes"] + number * ctypes.sizeof(LaunchAttribute))
+        if attribute.id == ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE:
+            found["cooperative"] = attribute.value.cooperative
+        if attribute.id == ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION:
+            found["programmatic"] = attribute.value.programmaticStreamSerializationAllowed
+    assert seen["num_attributes"] == cooperative + programmatic
+    assert found == dict.fromkeys(["cooperative"] * cooperative + ["programmatic"] * programmatic, 1)
 
 
 @pytest.mark.parametrize("nbytes", [0, 27, 29])
