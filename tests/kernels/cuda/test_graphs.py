@@ -181,3 +181,35 @@ def test_many_layers_in_one_graph_share_its_scratch(tokens: int) -> None:
     assert grown <= sum(out.nbytes + 512 for out in outs) + scratch, (grown, scratch)
     graph.replay()
     assert all(torch.equal(out, want) for out, want in zip(outs, wants, strict=True))
+
+
+@few_and_many_rows
+@pytest.mark.parametrize("between", [False, True], ids=["layers alone", "torch between"])
+def test_layers_that_take_each_others_output(tokens: int, between: bool) -> None:
+    """Blocks may come before the kernel before has ended: what it wrote must be there all the same."""
+    case = replace(CASE, tokens=tokens, scaling=3.0)  # so that numbers do not die away
+    layers = [make_layer(replace(case, seed=seed), "cuda").layer for seed in range(4)]
+    call = make_call(case, layers[0])
+    outs = [torch.empty_like(call.x) for _ in layers]
+
+    def run(*, apart: bool) -> torch.Tensor:
+        x = call.x
+        for layer, out in zip(layers, outs, strict=True):
+            replace(call, x=x).run(layer, out=out)
+            x = out.add_(0.125) if between else out
+            if apart:
+                torch.cuda.synchronize()
+        return x
+
+    want = run(apart=True).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(apart=False)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for again in (graph.replay, lambda: run(apart=False)):
+        for _ in range(500):
+            again()
+            wrong.add_((got != want).any())
+    assert want.isfinite().all()
+    assert want.norm() > 0.1 * call.x.norm()
+    assert int(wrong) == 0
