@@ -12,11 +12,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
 
 from marlin_moe.kernels import device
 from marlin_moe.kernels.device import triton_is_interpreted
-from marlin_moe.kernels.plan.paths import Path
+from marlin_moe.kernels.plan import paths
+from marlin_moe.kernels.plan.paths import Path, RowRange
+from marlin_moe.kernels.plan.problem import LayerFacts
 from moe_cases import MoECase
 
 TOKENS = (0, 1, 2, 3, 5, 8, 17, 33, 64, 100, 513, 4097)
@@ -69,6 +72,15 @@ def places() -> list[Place]:
     if triton_is_interpreted():
         return [INTERPRETER]
     return [replace(GPU, backend="triton")] if on_triton() else [CPU, GPU, GENERAL]
+
+
+def force_path(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """All rows of every layer take the path."""
+
+    def all_ranges(facts: LayerFacts, arch: str) -> tuple[RowRange, ...]:
+        return (RowRange(path=path, first=1, last=None),)
+
+    monkeypatch.setattr(paths, "_all_ranges", all_ranges)
 
 
 def on_triton() -> bool:
