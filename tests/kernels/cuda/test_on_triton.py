@@ -15,7 +15,7 @@ from places import BACKEND, on_triton
 HERE = Path(__file__).parent
 QUARTERS_OF_FORMATS = ("w4 and not w4z", "w4z", "w8 and not w8z", "w8z")
 QUARTERS_OF_PAIRS = ("0] or 1] or 2]", "3] or 4]", "5] or 6]", "7] or 8] or 9]")
-"""By the last digit. Every case compiles kernels of its own, a second or more each, one after another."""
+"""By the last digit. Every case compiles kernels of its own for some seconds, one after another."""
 OVERFLOW = "ignore:overflow encountered in exp:RuntimeWarning"  # NumPy's; exp(-x) of a sigmoid that is 0
 
 pytestmark = pytest.mark.skipif(
