@@ -14,6 +14,7 @@ from marlin_moe.kernels.plan.paths import LEAST_ITEMS, Path, choose_path, row_ra
 from marlin_moe.kernels.plan.prefill import PrefillVariant
 from marlin_moe.kernels.plan.problem import LayerFacts, MatrixFacts
 from marlin_moe.kernels.plan.variant import MoEVariant
+from places import force_path
 
 OF_PATH = {Path.DECODE: DecodeVariant, Path.GENERAL: MoEVariant, Path.PREFILL: PrefillVariant}
 MOST = 9000
@@ -218,3 +219,12 @@ def test_token_tiles_are_those_of_random_routing(name: str) -> None:
         tiles = (-(-counts // tile)).sum(0).double()
         error = 4 * float(tiles.std()) / 2000**0.5 + 0.001
         assert abs(token_tiles(facts, rows=rows, tile=tile) - float(tiles.mean())) < error, (rows, tile)
+
+
+@pytest.mark.parametrize("path", Path)
+def test_tests_can_force_a_path(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    force_path(monkeypatch, path)
+    for arch in ("sm_80", "sm_90a"):
+        (only,) = row_ranges(LAYERS["kimi tp8"], arch=arch, most=MOST)
+        assert (only.path, only.first, only.last) == (path, 1, MOST)
+        assert {choose_path(LAYERS["kimi tp8"], rows=rows, arch=arch) for rows in (1, 40, 2**40)} == {path}

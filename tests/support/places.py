@@ -12,12 +12,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
 
 from marlin_moe.kernels import device
 from marlin_moe.kernels.device import triton_is_interpreted
-from marlin_moe.kernels.plan.paths import Path
-from moe_cases import MoECase
+from marlin_moe.kernels.plan import paths
+from marlin_moe.kernels.plan.paths import Path, RowRange
+from marlin_moe.kernels.plan.problem import LayerFacts
+from moe_cases import CaseLayer, DenseMoE, MoECase
 
 TOKENS = (0, 1, 2, 3, 5, 8, 17, 33, 64, 100, 513, 4097)
 BACKEND = "MARLIN_MOE_TEST_BACKEND"
@@ -45,6 +48,13 @@ class Place:
         dtype = self.dtypes.get(case.dtype, case.dtype)
         return replace(case, dtype=dtype, tokens=min(case.tokens, self.most_tokens))
 
+    def exact(self, made: CaseLayer) -> DenseMoE:
+        """The exact answer with the weights that the backend multiplies: Triton's are rounded after scaling.
+
+        In a sum that cancels (a layer of one inner column) this rounding is more than all that follows.
+        """
+        return DenseMoE(made, rounded=self.backend == "triton")
+
     def __str__(self) -> str:
         return f"{self.backend} on {self.device}" + (f", {self.path}" if self.path else "")
 
@@ -69,6 +79,15 @@ def places() -> list[Place]:
     if triton_is_interpreted():
         return [INTERPRETER]
     return [replace(GPU, backend="triton")] if on_triton() else [CPU, GPU, GENERAL]
+
+
+def force_path(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """All rows of every layer take the path."""
+
+    def all_ranges(facts: LayerFacts, arch: str) -> tuple[RowRange, ...]:
+        return (RowRange(path=path, first=1, last=None),)
+
+    monkeypatch.setattr(paths, "_all_ranges", all_ranges)
 
 
 def on_triton() -> bool:

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from marlin_moe.kernels.plan import paths
-from places import Place, hide_cuda_compiler, on_triton, places
+from places import Place, force_path, hide_cuda_compiler, on_triton, places
 
 PLACES = [
     pytest.param(place, id=str(place), marks=[pytest.mark.gpu] if place.device == "cuda" else [])
@@ -26,8 +25,7 @@ def place(request: pytest.FixtureRequest) -> Place:
 def forced_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows take the path of the place, if it has one."""
     if "place" in request.fixturenames and (path := request.getfixturevalue("place").path) is not None:
-        ranges = (paths.RowRange(path=path, first=1, last=None),)
-        monkeypatch.setattr(paths, "_all_ranges", lambda facts, arch, decode_most: ranges)
+        force_path(monkeypatch, path)
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,9 @@ from moe_cases import DenseMoE, MoECase, check, make_call, make_layer
 from places import BACKEND, on_triton
 
 HERE = Path(__file__).parent
+QUARTERS_OF_FORMATS = ("w4 and not w4z", "w4z", "w8 and not w8z", "w8z")
+QUARTERS_OF_PAIRS = ("0] or 1] or 2]", "3] or 4]", "5] or 6]", "7] or 8] or 9]")
+"""By the last digit. Every case compiles kernels of its own for some seconds, one after another."""
 OVERFLOW = "ignore:overflow encountered in exp:RuntimeWarning"  # NumPy's; exp(-x) of a sigmoid that is 0
 
 pytestmark = pytest.mark.skipif(
@@ -23,9 +26,10 @@ pytestmark = pytest.mark.skipif(
 def run_file(name: str, *options: str, timeout_s: int, **environment: str) -> None:
     """Fail unless pytest finds tests in a file of this folder and all that run pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-W", OVERFLOW, "-p", "no:cacheprovider", *options]
+    ours = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     result = subprocess.run(
         [*command, str(HERE / name)],
-        env=os.environ | environment,
+        env=ours | environment,  # not what an xdist worker says of itself
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -56,8 +60,9 @@ def test_in_the_interpreter(file: str, options: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("file", "options"),
     [
-        ("test_op.py", ("-k", "every_format")),
-        ("test_op.py", ("-k", "not every_format")),
+        *(("test_op.py", ("-k", f"every_format and {part}")) for part in QUARTERS_OF_FORMATS),
+        *(("test_op.py", ("-k", f"pairwise and ({part})")) for part in QUARTERS_OF_PAIRS),
+        ("test_op.py", ("-k", "not every_format and not pairwise")),
         ("test_reproducible.py", ()),
         ("test_wrong_arguments.py", ()),
         ("test_graphs.py", ("-k", "not share_its_scratch")),  # it asks for the CUDA backend's
