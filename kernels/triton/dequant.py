@@ -32,7 +32,8 @@ def weight_tile(
 ):
     """[BLOCK_N, BLOCK_K] of the scales' dtype: (q - zero) * scale of rows from k and columns from n on.
 
-    The three pointers are those of one expert; GROUP is SIZE_K where there is one scale per column.
+    The three pointers are those of one expert. GROUP is SIZE_K where there is one scale per column: it is left
+    out then, and the numbers are exact.
     """
     TYPE: tl.constexpr = scales.dtype.element_ty
     ROWS: tl.constexpr = BLOCK_K // 16
@@ -51,7 +52,9 @@ def weight_tile(
     else:
         zero = zero_tile(zero_points, group, n, SIZE_N, BITS, BLOCK_N)
         weights = as_number(q, BITS, TYPE) - as_number(zero, BITS, TYPE)
-    weights = weights.to(TYPE) * scale_tile(scales, group, n, SIZE_N, GROUP == SIZE_K, BLOCK_N)
+    weights = weights.to(TYPE)
+    if GROUP != SIZE_K:
+        weights *= scale_tile(scales, group, n, SIZE_N, BLOCK_N)
     return weights.permute(2, 5, 7, 3, 0, 1, 8, 4, 6).reshape(BLOCK_N, BLOCK_K)
 
 
@@ -78,13 +81,11 @@ def base_of(bits, type):
 
 
 @triton.jit
-def scale_tile(scales, group, n, SIZE_N: tl.constexpr, SINGLE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[groups, 1, c, q, 1, j, 1, half, 1]; SINGLE: in the order of one scale per column."""
+def scale_tile(scales, group, n, SIZE_N: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[groups, 1, c, q, 1, j, 1, half, 1]."""
     GROUPS: tl.constexpr = group.shape[0]
     columns = n + tl.arange(0, BLOCK_N)
     found = tl.load(scales + group[:, None] * SIZE_N + columns[None, :])
-    if SINGLE:  # 32 columns lie as [i, a, b], with 8a + 2i + b = 16 (j mod 2) + 8 half + q
-        found = found.reshape(GROUPS, BLOCK_N // 64, 2, 4, 2, 2, 2).permute(0, 1, 3, 6, 2, 4, 5)
     return found.reshape(GROUPS, 1, BLOCK_N // 64, 8, 1, 4, 1, 2, 1)
 
 

@@ -33,10 +33,10 @@ def single_order(columns):
 
 
 @triton.jit
-def bias_of(bias, expert, n, SIZE_N: tl.constexpr, BLOCK_N: tl.constexpr):
-    """float32 [BLOCK_N, 1]."""
+def of_columns(values, n, BLOCK_N: tl.constexpr):
+    """float32 [BLOCK_N, 1]: an expert's single scales or biases, of columns from n on."""
     columns = single_order(n + tl.arange(0, BLOCK_N))
-    return tl.load(bias + expert * SIZE_N + columns).to(tl.float32)[:, None]
+    return tl.load(values + columns).to(tl.float32)[:, None]
 
 
 @triton.jit
@@ -96,6 +96,10 @@ def sums_of(
                 BLOCK_N,
             )
             second = tl.dot(weights, tokens, second, input_precision="ieee")
+    if GROUP == SIZE_K:  # a single scale of a column, after its sum: so nothing is rounded
+        first *= of_columns(scales, n, BLOCK_N)
+        if GATED:
+            second *= of_columns(scales, n + SIZE_N // 2, BLOCK_N)
     return first, second
 
 
@@ -169,9 +173,9 @@ def first_gemm(
         gate *= weight
         up *= weight
     if bias is not None:
-        gate += bias_of(bias, expert, n, SIZE_N, BLOCK_N)
+        gate += of_columns(bias + expert * SIZE_N, n, BLOCK_N)
         if GATED:
-            up += bias_of(bias, expert, WIDTH + n, SIZE_N, BLOCK_N)
+            up += of_columns(bias + expert * SIZE_N, WIDTH + n, BLOCK_N)
     inner = tl.trans(activate(gate, up, alpha, limit, beta, linear_beta, KIND))
     place = row.to(tl.int64)[:, None] * WIDTH + n + tl.arange(0, BLOCK_N)[None, :]
     tl.store(activations + place, inner.to(activations.dtype.element_ty), mask=here[:, None])
@@ -235,7 +239,7 @@ def second_gemm(
         BLOCK_K,
     )
     if bias is not None:
-        y += bias_of(bias, expert, n, SIZE_N, BLOCK_N)
+        y += of_columns(bias + expert * SIZE_N, n, BLOCK_N)
     if not WEIGHT_ON_INPUT:
         y *= tl.load(topk_weights + slot, mask=here, other=0.0).to(tl.float32)[None, :]
     place = slot.to(tl.int64)[:, None] * SIZE_N + n + tl.arange(0, BLOCK_N)[None, :]

@@ -257,16 +257,10 @@ def large_layer(
 
 
 class DenseMoE:
-    """The exact answer of a layer: float64 products with its dequantized weights, expert by expert.
+    """The exact answer of a layer: float64 products with its dequantized weights, expert by expert."""
 
-    `rounded`: with those weights in the dtype of the scales, as a backend multiplies them that has no others.
-    """
-
-    def __init__(self, made: CaseLayer, *, rounded: bool = False) -> None:
-        w13, w2 = made.layer.dequantize()
-        if rounded:
-            w13, w2 = w13.to(made.layer.scales_dtype), w2.to(made.layer.scales_dtype)
-        self._set(w13, w2, made.layer.expert_map, gated=made.layer.gated)
+    def __init__(self, made: CaseLayer) -> None:
+        self._set(*made.layer.dequantize(), made.layer.expert_map, gated=made.layer.gated)
         self.w13_bias = None if made.w13_bias is None else made.w13_bias.double()
         self.w2_bias = None if made.w2_bias is None else made.w2_bias.double()
 

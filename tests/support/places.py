@@ -20,7 +20,7 @@ from marlin_moe.kernels.device import triton_is_interpreted
 from marlin_moe.kernels.plan import paths
 from marlin_moe.kernels.plan.paths import Path, RowRange
 from marlin_moe.kernels.plan.problem import LayerFacts
-from moe_cases import CaseLayer, DenseMoE, MoECase
+from moe_cases import MoECase
 
 TOKENS = (0, 1, 2, 3, 5, 8, 17, 33, 64, 100, 513, 4097)
 BACKEND = "MARLIN_MOE_TEST_BACKEND"
@@ -47,13 +47,6 @@ class Place:
         """The case as it runs here."""
         dtype = self.dtypes.get(case.dtype, case.dtype)
         return replace(case, dtype=dtype, tokens=min(case.tokens, self.most_tokens))
-
-    def exact(self, made: CaseLayer) -> DenseMoE:
-        """The exact answer with the weights that the backend multiplies: Triton's are rounded after scaling.
-
-        In a sum that cancels (a layer of one inner column) this rounding is more than all that follows.
-        """
-        return DenseMoE(made, rounded=self.backend == "triton")
 
     def __str__(self) -> str:
         return f"{self.backend} on {self.device}" + (f", {self.path}" if self.path else "")

@@ -13,7 +13,7 @@ from marlin_moe.kernels.jit.build import compile_all
 from marlin_moe.kernels.plan.cuda_moe import choose_general, choose_variant
 from marlin_moe.kernels.plan.paths import Path
 from marlin_moe.kernels.plan.problem import LayerFacts
-from moe_cases import CALL_FACTORS, FORMAT_FACTORS, MoECase, check, make_call, make_layer
+from moe_cases import CALL_FACTORS, FORMAT_FACTORS, DenseMoE, MoECase, check, make_call, make_layer
 from pairwise import missing, pairwise
 from places import Place
 
@@ -90,7 +90,7 @@ def pairs_compiled(place: Place) -> None:
 def test_every_format_at_every_number_of_tokens(place: Place, form: MoECase) -> None:
     form = sized(form, place)
     made = make_layer(form, place.device)
-    exact = place.exact(made)
+    exact = DenseMoE(made)
     failures = []
     for tokens in place.tokens:
         case = replace(form, tokens=tokens)
@@ -108,7 +108,7 @@ def test_everything_else_pairwise(place: Place, case: MoECase) -> None:
     case = place.takes(case)
     made = make_layer(case, place.device)
     call = make_call(case, made.layer)
-    check(case, call, call.run(made.layer, backend=place.backend), place.exact(made)(call))
+    check(case, call, call.run(made.layer, backend=place.backend), DenseMoE(made)(call))
 
 
 def test_the_pairs_cover_all_that_can_meet() -> None:
@@ -129,11 +129,11 @@ def test_other_formats_are_seen(place: Place) -> None:
     case = place.takes(MoECase(num_experts=3, hidden_size=128, padded_intermediate_size=64, top_k=2))
     made = make_layer(case, place.device)
     call = make_call(case, made.layer)
-    want = place.exact(make_layer(replace(case, seed=1), place.device))(call)
+    want = DenseMoE(make_layer(replace(case, seed=1), place.device))(call)
     with pytest.raises(AssertionError, match=r"(?s)relative error .* worst at .* case: .*num_experts=3"):
         check(case, call, call.run(made.layer, backend=place.backend), want)
     with pytest.raises(AssertionError, match="relative error"):
-        check(case, call, call.run(made.layer, activation="gelu"), place.exact(made)(call))
+        check(case, call, call.run(made.layer, activation="gelu"), DenseMoE(made)(call))
 
 
 @pytest.mark.parametrize("routing", ["one", "few", "holes"])
@@ -150,7 +150,7 @@ def test_uneven_routing_over_many_experts(place: Place, tokens: int, routing: st
     case = place.takes(case)
     made = make_layer(case, place.device)
     call = make_call(case, made.layer)
-    check(case, call, call.run(made.layer, backend=place.backend), place.exact(made)(call))
+    check(case, call, call.run(made.layer, backend=place.backend), DenseMoE(made)(call))
 
 
 @pytest.mark.parametrize("num_experts", [160, 300])
@@ -174,7 +174,7 @@ def test_many_experts_with_few_rows_each(
     case = place.takes(case)
     made = make_layer(case, place.device)
     call = make_call(case, made.layer)
-    check(case, call, call.run(made.layer, backend=place.backend), place.exact(made)(call))
+    check(case, call, call.run(made.layer, backend=place.backend), DenseMoE(made)(call))
 
 
 @pytest.mark.parametrize("max_tokens", [1, 5, 32, 33])
@@ -183,7 +183,7 @@ def test_more_tokens_than_a_pass_takes(place: Place, max_tokens: int) -> None:
     case = place.takes(case)
     made = make_layer(case, place.device)
     call = make_call(case, made.layer)
-    check(case, call, call.run(made.layer, backend=place.backend), place.exact(made)(call))
+    check(case, call, call.run(made.layer, backend=place.backend), DenseMoE(made)(call))
 
 
 def test_ids_out_of_range_add_nothing_on_a_gpu(place: Place) -> None:
@@ -198,5 +198,5 @@ def test_ids_out_of_range_add_nothing_on_a_gpu(place: Place) -> None:
     wild[0, 0], wild[1, 1], wild[2, 2], wild[3, 3] = 5, -2, 2**40, -(2**40)
     inside = replace(call, ids=wild.where((wild >= 0) & (wild < 5), -1))
     got = replace(call, ids=wild).run(made.layer, backend=place.backend)
-    check(case, call, got, place.exact(made)(inside))
+    check(case, call, got, DenseMoE(made)(inside))
     assert torch.equal(got, inside.run(made.layer, backend=place.backend))
