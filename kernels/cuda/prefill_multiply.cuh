@@ -16,8 +16,9 @@ struct Warp {  // which columns of a tile a thread has
   int group, lane, half, block, pair;
   template <bool PAIRED>
   static __device__ __forceinline__ Warp of(int thread) {  // among the multiplying ones
-    int group = thread >> 7, warp = (thread >> 5) & 3, high = warp >> 1;
-    return {group, thread & 31, PAIRED ? high : group, PAIRED ? group : high, warp & 1};
+    int number = __shfl_sync(~0u, thread >> 5, 0);  // so that the assembler sees that all lanes have the same
+    int group = number >> 2, high = number >> 1 & 1;
+    return {group, thread & 31, PAIRED ? high : group, PAIRED ? group : high, number & 1};
   }
 };
 
@@ -99,6 +100,7 @@ struct Multiplier {
   template <int T>
   __device__ __forceinline__ void add_stages(Sums<T>& sums, int stages) {
     Fragments<STEPS> fragments[2];
+    turn.tell_uniform();
     wait(L::full(base, turn.at), turn.parity);
     make(fragments[0], 0);
     int before = 0;

@@ -55,6 +55,8 @@ struct Turn {  // a place in a ring, and the parity of its round
   __device__ __forceinline__ void next() {
     if (++at == SIZE) at = 0, parity ^= 1;
   }
+  // It is the same in all lanes of a warp, which the assembler does not see. Told so, it keeps addresses in uniform registers.
+  __device__ __forceinline__ void tell_uniform() { at = __shfl_sync(~0u, at, 0), parity = __shfl_sync(~0u, parity, 0); }
 };
 
 __device__ __forceinline__ void init_barrier(u32 barrier, int arrivals) {
