@@ -133,7 +133,7 @@ __device__ __forceinline__ void clear_missing(const PrefillArgs& args) {
 
 __device__ __forceinline__ void init_ring(u32 base) {
   for (int s = 0; s < STAGES; s++) {
-    init_barrier(L::full(base, s), SECOND ? 1 : 1 + GATHER_WARPS);
+    init_barrier(L::full(base, s), SECOND ? 1 : 1 + L::GATHERED_BY);
     init_barrier(L::empty(base, s), CONSUMER_WARPS);
   }
   for (int q = 0; q < QUEUE; q++) {

@@ -107,25 +107,78 @@ __device__ __forceinline__ void load_weights(u32 base, const PrefillArgs& args, 
   }
 }
 
-// Warps 1 .. 3. A stage is announced when copies have been started for LAG more: then its own have arrived, and the fence
-// makes them visible to wgmma, here and not in the warps that multiply. More than two ahead made the multiplying warps
-// wait for announcements; and LAG must stay below STAGES - 1, since a stage is released when the next one has arrived.
+__device__ __forceinline__ void copy_piece(u32 to, const char* from) {  // 16 bytes
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// By a whole warp, whose copies have arrived: the fence makes them visible to wgmma, here and not in the warps that multiply.
+__device__ __forceinline__ void announce_tokens(u32 full) {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0) arrive(full);
+}
+
+// Where a row's token lies in x, in bytes, which are below 4 GiB: kernels/plan/prefill.py.
+__device__ __forceinline__ u32 offset_of(const PrefillArgs& args, int row) {
+  return static_cast<u32>(args.routed_rows[row].slot) / static_cast<u32>(args.top_k) * (static_cast<u32>(args.x_stride) * 2);
+}
+
+// Narrow tiles: each of the warps 1 .. 3 has every third stage, all of its rows. Together they would issue three times as
+// many instructions for barriers and addresses, which at few rows are most of them.
 template <class L, int TOKEN_TILE, int STAGES>
-__device__ __forceinline__ void gather_tokens(u32 base, const PrefillArgs& args, int size_k) {
+__device__ __forceinline__ void gather_stages(u32 base, const PrefillArgs& args, int size_k) {
+  constexpr int ROWS = 4, MINE = (TOKEN_TILE + ROWS - 1) / ROWS, LOOKED_UP = (TOKEN_TILE + 31) / 32;
+  static_assert(STAGES >= GATHER_WARPS, "a warp's next stage is at most one round of the ring further");
+  int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, (threadIdx.x >> 5) - 1, 0), first = lane >> 3, piece = lane & 7;
+  u32 even = first * 128 + (piece ^ first) * 16, odd = first * 128 + (piece ^ first ^ 4) * 16;
+  Turn<STAGES> turn;
+  for (int i = 0; i < warp; i++) turn.next();
+  Turn<QUEUE> queue;
+  int stages = size_k / STAGE_K, stage = warp;  // of the item, the warp's next
+  for (;;) {
+    WorkItem item = hear_item<L>(base, queue);
+    if (!item.width) break;
+    u32 looked_up[LOOKED_UP] = {};  // a row a lane
+#pragma unroll
+    for (int i = 0; i < LOOKED_UP; i++)
+      if (lane + 32 * i < item.rows) looked_up[i] = offset_of(args, item.row + lane + 32 * i);
+    u32 offsets[MINE];  // of the rows that this lane copies a piece of
+#pragma unroll
+    for (int i = 0; i < MINE; i++) offsets[i] = __shfl_sync(~0u, looked_up[i / 8], ROWS * (i & 7) + first) + piece * 16;
+    int rows = item.rows - first;
+#pragma unroll 1
+    for (; stage < stages; stage += GATHER_WARPS) {
+      wait(L::empty(base, turn.at), turn.parity ^ 1);
+      const char* x = static_cast<const char*>(args.x) + stage * (STAGE_K * 2);
+      u32 to = L::tokens(base, turn.at);
+#pragma unroll
+      for (int i = 0; i < MINE; i++)
+        if (ROWS * i < rows) copy_piece(to + (i & 1 ? odd : even) + i * ROWS * 128, x + offsets[i]);
+      commit_copies();
+      wait_for_copies();
+      announce_tokens(L::full(base, turn.at));
+      turn.template skip<GATHER_WARPS>();
+    }
+    stage -= stages;
+  }
+}
+
+// Wide tiles: the warps 1 .. 3 have a third of every stage's rows. A stage is announced when copies have been started for
+// LAG more: then its own have arrived. More than two ahead made the multiplying warps wait for announcements; and LAG
+// must stay below STAGES - 1, since a stage is released when the next one has arrived.
+template <class L, int TOKEN_TILE, int STAGES>
+__device__ __forceinline__ void gather_rows(u32 base, const PrefillArgs& args, int size_k) {
   constexpr int THREADS = 32 * GATHER_WARPS, ROWS = THREADS / 8, MINE = (TOKEN_TILE + ROWS - 1) / ROWS;
   constexpr int LAG = STAGES - 2 < 2 ? STAGES - 2 : 2;
   static_assert(LAG > 0, "a ring of three stages at least");
   int thread = threadIdx.x - 32, first = thread >> 3, piece = thread & 7;
   int swizzled = piece ^ (first & 7);
   static_assert(ROWS % 8 == 4, "the next row of a thread is four rows of the swizzle further");
-  u32 row_bytes = static_cast<u32>(args.x_stride) * 2;  // x is below 4 GiB: kernels/backends/prefill.py
   Turn<STAGES> turn, arrived;
   Turn<QUEUE> queue;
   int ahead = 0;
   auto announce = [&]() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) arrive(L::full(base, arrived.at));
+    announce_tokens(L::full(base, arrived.at));
     arrived.next();
   };
   for (;;) {
@@ -134,8 +187,7 @@ __device__ __forceinline__ void gather_tokens(u32 base, const PrefillArgs& args,
     u32 offsets[MINE];  // of this thread's rows, in bytes
 #pragma unroll
     for (int i = 0; i < MINE; i++)
-      if (first + ROWS * i < item.rows)
-        offsets[i] = args.routed_rows[item.row + first + ROWS * i].slot / args.top_k * row_bytes + piece * 16;
+      if (first + ROWS * i < item.rows) offsets[i] = offset_of(args, item.row + first + ROWS * i) + piece * 16;
     const char* x = static_cast<const char*>(args.x);
 #pragma unroll 1
     for (int k = 0; k < size_k; k += STAGE_K, turn.next(), x += STAGE_K * 2) {
@@ -143,9 +195,7 @@ __device__ __forceinline__ void gather_tokens(u32 base, const PrefillArgs& args,
       u32 to = L::tokens(base, turn.at) + first * 128, even = to + swizzled * 16, odd = to + (swizzled ^ 4) * 16;
 #pragma unroll
       for (int i = 0; i < MINE; i++)
-        if (first + ROWS * i < item.rows)
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((i & 1 ? odd : even) + i * ROWS * 128), "l"(x + offsets[i])
-                       : "memory");
+        if (first + ROWS * i < item.rows) copy_piece((i & 1 ? odd : even) + i * ROWS * 128, x + offsets[i]);
       commit_copies();
       if (++ahead > LAG) {
         wait_for_older_copies<LAG>();
@@ -156,4 +206,12 @@ __device__ __forceinline__ void gather_tokens(u32 base, const PrefillArgs& args,
     wait_for_copies();  // nobody waits for these while the next item's rows are looked up
     for (; ahead > 0; ahead--) announce();
   }
+}
+
+template <class L, int TOKEN_TILE, int STAGES>
+__device__ __forceinline__ void gather_tokens(u32 base, const PrefillArgs& args, int size_k) {
+  if constexpr (L::GATHERED_BY == 1)
+    gather_stages<L, TOKEN_TILE, STAGES>(base, args, size_k);
+  else
+    gather_rows<L, TOKEN_TILE, STAGES>(base, args, size_k);
 }

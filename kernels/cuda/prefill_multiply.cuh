@@ -16,8 +16,9 @@ struct Warp {  // which columns of a tile a thread has
   int group, lane, half, block, pair;
   template <bool PAIRED>
   static __device__ __forceinline__ Warp of(int thread) {  // among the multiplying ones
-    int group = thread >> 7, warp = (thread >> 5) & 3, high = warp >> 1;
-    return {group, thread & 31, PAIRED ? high : group, PAIRED ? group : high, warp & 1};
+    int number = __shfl_sync(~0u, thread >> 5, 0);  // so that the assembler sees that all lanes have the same
+    int group = number >> 2, high = number >> 1 & 1;
+    return {group, thread & 31, PAIRED ? high : group, PAIRED ? group : high, number & 1};
   }
 };
 
@@ -47,16 +48,42 @@ __device__ __forceinline__ u32 own_zeros(u32 word, int pair) {  // the thread's 
   return F::BITS == 4 ? word >> (8 * pair) : word;
 }
 
-template <class Type, class F, class L>
-__device__ __forceinline__ Columns<Type> columns_of(const Source<F, L>& from, int stage, int group, int pair) {
-  Columns<Type> columns;
-  uint2 scales = load_shared<uint2>(from.scales + stage * 2 * L::HALF_SCALES + group * 2 * HALF_COLUMNS);
-  columns.scales[0] = pair_of<typename Type::Pair>(scales.x);
-  columns.scales[1] = pair_of<typename Type::Pair>(scales.y);
-  if (!F::SYMMETRIC)
-    columns.zeros[0] = own_zeros<F>(load_shared<u32>(from.zeros + stage * 2 * L::ZEROS_STEP + group * HALF_COLUMNS * F::BITS / 8), pair);
-  return columns;
-}
+// All that a thread needs of a stage, read at once: one wait for shared memory instead of one for every part.
+template <class F, class L>
+struct StageWords {
+  static constexpr int GROUPS = L::GROUPS ? L::GROUPS : 1;
+  u32 words[4][F::BITS / 2];  // of the four steps of 16 inputs
+  uint2 scales[GROUPS];
+  u32 zeros[GROUPS];
+
+  __device__ __forceinline__ void load(const Source<F, L>& from, int stage) {
+#pragma unroll
+    for (int i = 0; i < L::GROUPS; i++) {
+      scales[i] = load_shared<uint2>(from.scales + stage * 2 * L::HALF_SCALES + i * 2 * HALF_COLUMNS);
+      if (!F::SYMMETRIC) zeros[i] = load_shared<u32>(from.zeros + stage * 2 * L::ZEROS_STEP + i * HALF_COLUMNS * F::BITS / 8);
+    }
+#pragma unroll
+    for (int s = 0; s < 4; s++) {
+      u32 at = from.words + stage * L::WEIGHTS + s * 256 * F::BITS;
+      if constexpr (F::BITS == 4) {
+        uint2 v = load_shared<uint2>(at);
+        words[s][0] = v.x, words[s][1] = v.y;
+      } else {
+        uint4 v = load_shared<uint4>(at);
+        words[s][0] = v.x, words[s][1] = v.y, words[s][2] = v.z, words[s][3] = v.w;
+      }
+    }
+  }
+
+  template <class Type>
+  __device__ __forceinline__ Columns<Type> columns(int group, int pair) const {
+    Columns<Type> found;
+    found.scales[0] = pair_of<typename Type::Pair>(scales[group].x);
+    found.scales[1] = pair_of<typename Type::Pair>(scales[group].y);
+    if (!F::SYMMETRIC) found.zeros[0] = own_zeros<F>(zeros[group], pair);
+    return found;
+  }
+};
 
 // Of both pieces and STEPS steps of 16 inputs.
 template <int STEPS>
@@ -69,6 +96,7 @@ struct Multiplier {
   u32 base;
   Warp warp;
   Source<F, L> source;
+  StageWords<F, L> raw;  // of the stage whose fragments are being made
   Dequantizer<Type, F> columns;
   Turn<STAGES> turn;
 
@@ -76,19 +104,11 @@ struct Multiplier {
 
   __device__ __forceinline__ void make(Fragments<STEPS>& fragments, int part) {
     if (F::GROUP && part * PART_K % GROUP_K == 0)
-      columns.prepare(columns_of<Type, F, L>(source, turn.at, part * PART_K / GROUP_K, warp.pair));
+      columns.prepare(raw.template columns<Type>(part * PART_K / GROUP_K, warp.pair));
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
-      u32 from = source.words + turn.at * L::WEIGHTS + (part * STEPS + s) * 256 * F::BITS, words[F::BITS / 2];
-      if constexpr (F::BITS == 4) {
-        uint2 v = load_shared<uint2>(from);
-        words[0] = v.x, words[1] = v.y;
-      } else {
-        uint4 v = load_shared<uint4>(from);
-        words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
-      }
-      columns.fragment(fragments.a[s][0], words, 0);
-      columns.fragment(fragments.a[s][1], words, 1);
+      columns.fragment(fragments.a[s][0], raw.words[part * STEPS + s], 0);
+      columns.fragment(fragments.a[s][1], raw.words[part * STEPS + s], 1);
     }
   }
 
@@ -99,7 +119,9 @@ struct Multiplier {
   template <int T>
   __device__ __forceinline__ void add_stages(Sums<T>& sums, int stages) {
     Fragments<STEPS> fragments[2];
+    turn.tell_uniform();
     wait(L::full(base, turn.at), turn.parity);
+    raw.load(source, turn.at);
     make(fragments[0], 0);
     int before = 0;
 #pragma unroll 1
@@ -124,6 +146,7 @@ struct Multiplier {
           turn.next();
           if (stage + 1 < stages) {
             wait(L::full(base, turn.at), turn.parity);
+            raw.load(source, turn.at);
             make(fragments[0], 0);
           }
         }

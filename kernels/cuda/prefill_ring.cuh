@@ -32,6 +32,7 @@ struct Layout {
   static constexpr int HALF_ZEROS = F::SYMMETRIC ? 0 : GROUPS * HALF_COLUMNS * F::BITS / 8;
   static constexpr int ZEROS_STEP = (HALF_ZEROS + 127) / 128 * 128;  // the copy engine wants multiples of 128
   static constexpr int ROWS = TOKEN_TILE * 8;
+  static constexpr int GATHERED_BY = TOKEN_TILE <= 48 ? 1 : GATHER_WARPS;  // warps, in GEMM 1: a stage's tokens
   static constexpr int AT_WEIGHTS = STAGES * TOKENS, AT_SCALES = AT_WEIGHTS + STAGES * WEIGHTS,
                        AT_ZEROS = AT_SCALES + STAGES * 2 * HALF_SCALES, AT_EPILOGUE = AT_ZEROS + STAGES * 2 * ZEROS_STEP,
                        AT_ROWS = AT_EPILOGUE + CONSUMER_WARPS * EPILOGUE_BYTES, AT_QUEUE = AT_ROWS + 4 * ROWS,
@@ -55,6 +56,12 @@ struct Turn {  // a place in a ring, and the parity of its round
   __device__ __forceinline__ void next() {
     if (++at == SIZE) at = 0, parity ^= 1;
   }
+  template <int COUNT>  // at most SIZE
+  __device__ __forceinline__ void skip() {
+    if ((at += COUNT) >= SIZE) at -= SIZE, parity ^= 1;
+  }
+  // It is the same in all lanes of a warp, which the assembler does not see. Told so, it keeps addresses in uniform registers.
+  __device__ __forceinline__ void tell_uniform() { at = __shfl_sync(~0u, at, 0), parity = __shfl_sync(~0u, parity, 0); }
 };
 
 __device__ __forceinline__ void init_barrier(u32 barrier, int arrivals) {

@@ -1,7 +1,7 @@
 """About how long the paths take on Hopper, to choose between them. Integers: nanoseconds.
 
 Fitted by hand to the figures in `benchmarks/notes.md` (H200, graph replay, cold weights), which these meet
-within 15 %. Routing is taken to be even.
+within 15 %: prefill at M = 256, 512, 1024 and 4096, decode up to 128. Routing is taken to be even.
 """
 
 import math
@@ -10,7 +10,7 @@ from . import decode, prefill
 from .problem import LayerFacts, MatrixFacts
 
 BYTES_PER_NS = 4300  # of memory, reading
-FLOP_PER_NS = 650_000  # of wgmma, in the prefill kernels
+FLOP_PER_NS = 690_000  # of wgmma, in the prefill kernels
 
 DECODE_FIXED_NS, DECODE_WEIGHTS_PERCENT = 13_000, 108
 """Of a decode call: what it takes besides its weights, and what reading them takes, in percent of their bytes
@@ -22,10 +22,10 @@ with int4 in bf16; 32, which has one team of warps instead of two, is a guess.""
 
 MULTIPROCESSORS = 132
 
-PREFILL_FIXED_NS, PREFILL_WEIGHTS_PERCENT, PREFILL_SHOWN_PERCENT = 26_000, 118, 35
+PREFILL_FIXED_NS, PREFILL_WEIGHTS_PERCENT, PREFILL_SHOWN_PERCENT = 26_000, 102, 42
 """Of a prefill call, the same; and how much is seen of weights or products, whichever takes less."""
 
-MOST_FOR_ROUNDS = 1.65  # fewer items than blocks still read faster than their share of the blocks
+MOST_FOR_ROUNDS = 1.4  # fewer items than blocks still read faster than their share of the blocks
 
 
 def decode_ns(facts: LayerFacts, *, rows: int) -> int:

@@ -58,7 +58,9 @@ class TileShape:
 
 TILE_SHAPES = (
     TileShape(rows=32, widths=(8, 16, 24, 32), blocks_per_sm=2, steps=1),
+    TileShape(rows=48, widths=(32, 48), blocks_per_sm=2, steps=1),
     TileShape(rows=64, widths=(32, 48, 56, 64)),
+    TileShape(rows=80, widths=(56, 64, 72, 80)),
     TileShape(rows=104, widths=(80, 88, 96, 104)),
     TileShape(rows=144, widths=(128, 144)),
 )

@@ -165,4 +165,4 @@ def test_the_pairs_have_every_tile_with_every_format() -> None:
 
 
 def test_a_pair_is_described_by_its_tile() -> None:
-    assert str(replace(PAIRS[0], tile=TILE_SHAPES[1])).startswith("tile=64 ")
+    assert str(replace(PAIRS[0], tile=TILE_SHAPES[1])).startswith("tile=48 ")

@@ -18,10 +18,10 @@ FACTORS: dict[str, list[Any]] = {
     "gated": [True, False],
 }
 MOST_VARIANTS = 40
-MOST_SPILL_BYTES = {32: 512, 64: 64, 104: 64, 144: 64}
+MOST_SPILL_BYTES = {32: 256, 48: 256, 64: 64, 80: 64, 104: 64, 144: 64}
 """Stores and loads of a kernel together, in its code, by its tile.
 
-The producer warps have 40 registers (32 with the narrow tile, whose others have 104), and what they keep
+The producer warps have 40 registers (32 with tiles of up to 48, whose others have 104), and what they keep
 from one work item to the next goes to local memory; so do addresses of an epilogue; nothing in the loops
 over K does.
 """
