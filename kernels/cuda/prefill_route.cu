@@ -4,7 +4,7 @@
 #include <cooperative_groups.h>
 
 #include "number.cuh"
-#include "prefill_args.cuh"
+#include "prefill_ring.cuh"
 
 template <bool YES, class A, class B>
 struct Choose { typedef A type; };
@@ -101,9 +101,12 @@ extern "C" __global__ void __cluster_dims__(BLOCKS) __launch_bounds__(THREADS, 1
   }
 }
 
-// Eight columns of a token: its slots that reach an expert of this rank, added in their order.
+// Eight columns of a token: its slots that reach an expert of this rank, added in their order. They go through shared
+// memory, each thread's own part of it, since copies to it are all under way at once, zeros for missing slots among them;
+// of loads to registers the assembler keeps three under way, or waits for each slot's flag before the next.
 extern "C" __global__ void __launch_bounds__(256) prefill_sum(const __grid_constant__ PrefillArgs args) {
   constexpr int AT_ONCE = 8;
+  __shared__ uint4 parts[AT_ONCE][256];
   int columns8 = args.hidden_size / 8;
   u64 item = static_cast<u64>(blockIdx.x) * 256 + threadIdx.x;
   if (item >= static_cast<u64>(args.tokens) * columns8) return;
@@ -112,17 +115,18 @@ extern "C" __global__ void __launch_bounds__(256) prefill_sum(const __grid_const
   const Scalar* from = static_cast<const Scalar*>(args.w2_output) + column;
   float total[8] = {};
   for (int k = 0; k < args.top_k; k += AT_ONCE) {
-    uint4 parts[AT_ONCE];
+    int here[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) here[i] = k + i < args.top_k ? args.slot_is_here[first + k + i] : 0;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+      copy_async(&parts[i][threadIdx.x], from + static_cast<u64>(here[i] ? first + k + i : first) * args.hidden_size, here[i] != 0);
+    commit_copies();
+    wait_for_copies();
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
-      int slot = first + k + i;
-      bool here = k + i < args.top_k && args.slot_is_here[slot];
-      parts[i] = here ? __ldcs(reinterpret_cast<const uint4*>(from + static_cast<u64>(slot) * args.hidden_size))
-                      : make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
-      const Scalar* part = reinterpret_cast<const Scalar*>(&parts[i]);
+      uint4 bits = load_shared<uint4>(shared_address(&parts[i][threadIdx.x]));
+      const Scalar* part = reinterpret_cast<const Scalar*>(&bits);
 #pragma unroll
       for (int c = 0; c < 8; c++) total[c] += Type::to_float(part[c]);
     }
