@@ -4,7 +4,7 @@
 #include <cooperative_groups.h>
 
 #include "number.cuh"
-#include "prefill_args.cuh"
+#include "prefill_ring.cuh"
 
 template <bool YES, class A, class B>
 struct Choose { typedef A type; };
@@ -16,13 +16,48 @@ typedef Type::Scalar Scalar;
 
 constexpr int BLOCKS = 8, THREADS = 1024, MOST_EXPERTS = 1024;
 
-__device__ __forceinline__ int expert_of(const PrefillArgs& args, int slot) {
-  long long id = args.flags & IDS64 ? static_cast<const long long*>(args.topk_ids)[slot]
-                                    : static_cast<const int*>(args.topk_ids)[slot];
-  if (id < 0 || id >= args.num_global_experts) return -1;
-  int expert = args.expert_map ? args.expert_map[id] : static_cast<int>(id);
-  return expert < args.num_experts ? expert : -1;
-}
+// Some of a thread's slots, THREADS apart: read at once, not one after the other with writes and atomics in between.
+struct OwnSlots {
+  static constexpr int COUNT = 4;
+  int experts[COUNT];  // -1: of another rank, or past the end
+  float weights[COUNT];
+
+  template <class V>
+  static __device__ __forceinline__ void load(V (&values)[COUNT], const void* from, int first, int end, V missing) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+      values[i] = first + i * THREADS < end ? static_cast<const V*>(from)[first + i * THREADS] : missing;
+  }
+
+  template <class Id>
+  __device__ __forceinline__ void read_ids(const PrefillArgs& args, int first, int end) {
+    Id ids[COUNT];
+    load<Id>(ids, args.topk_ids, first, end, -1);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) experts[i] = ids[i] >= 0 && ids[i] < args.num_global_experts ? static_cast<int>(ids[i]) : -1;
+  }
+
+  __device__ __forceinline__ void read(const PrefillArgs& args, int first, int end) {
+    if (args.flags & WEIGHTS_FP32) {
+      load<float>(weights, args.topk_weights, first, end, 0.0f);
+    } else {
+      Scalar given[COUNT];
+      load<Scalar>(given, args.topk_weights, first, end, Type::from_float(0.0f));
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) weights[i] = Type::to_float(given[i]);
+    }
+    if (args.flags & IDS64)
+      read_ids<long long>(args, first, end);
+    else
+      read_ids<int>(args, first, end);
+    if (args.expert_map) {
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) experts[i] = experts[i] < 0 ? -1 : args.expert_map[experts[i]];
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) experts[i] = experts[i] < args.num_experts ? experts[i] : -1;
+  }
+};
 
 // Sums of both numbers over the threads before this one.
 __device__ __forceinline__ int2 block_prefix(int2 v, int2* partial) {
@@ -67,12 +102,18 @@ extern "C" __global__ void __cluster_dims__(BLOCKS) __launch_bounds__(THREADS, 1
   cg::cluster_group cluster = cg::this_cluster();
   int rank = cluster.block_rank(), slots = args.tokens * args.top_k, share = (slots + BLOCKS - 1) / BLOCKS;
   int begin = min(slots, rank * share), end = min(slots, begin + share), thread = threadIdx.x;
+  constexpr int AT_ONCE = OwnSlots::COUNT * THREADS;
   counts[thread] = 0;
+  OwnSlots own;
   __syncthreads();
-  for (int slot = begin + thread; slot < end; slot += THREADS) {
-    int expert = expert_of(args, slot);
-    args.slot_is_here[slot] = expert >= 0;
-    if (expert >= 0) atomicAdd(&counts[expert], 1);
+  for (int start = begin + thread; start < end; start += AT_ONCE) {
+    own.read(args, start, end);
+#pragma unroll
+    for (int i = 0; i < OwnSlots::COUNT; i++) {
+      int slot = start + i * THREADS;
+      if (slot < end) args.slot_is_here[slot] = own.experts[i] >= 0;
+      if (own.experts[i] >= 0) atomicAdd(&counts[own.experts[i]], 1);
+    }
   }
   cluster.sync();
 
@@ -91,19 +132,23 @@ extern "C" __global__ void __cluster_dims__(BLOCKS) __launch_bounds__(THREADS, 1
   counts[thread] = first.x + before;
   __syncthreads();
 
-  for (int slot = begin + thread; slot < end; slot += THREADS) {
-    int expert = expert_of(args, slot);
-    if (expert < 0) continue;
-    float weight = args.flags & WEIGHTS_FP32 ? static_cast<const float*>(args.topk_weights)[slot]
-                                             : Type::to_float(static_cast<const Scalar*>(args.topk_weights)[slot]);
-    int row = atomicAdd(&counts[expert], 1);
-    reinterpret_cast<int2*>(args.routed_rows)[row] = make_int2(slot, __float_as_int(weight));
+  for (int start = begin + thread; start < end; start += AT_ONCE) {
+    if (share > AT_ONCE) own.read(args, start, end);  // else they are in registers
+#pragma unroll
+    for (int i = 0; i < OwnSlots::COUNT; i++) {
+      if (own.experts[i] < 0) continue;
+      int row = atomicAdd(&counts[own.experts[i]], 1);
+      reinterpret_cast<int2*>(args.routed_rows)[row] = make_int2(start + i * THREADS, __float_as_int(own.weights[i]));
+    }
   }
 }
 
-// Eight columns of a token: its slots that reach an expert of this rank, added in their order.
+// Eight columns of a token: its slots that reach an expert of this rank, added in their order. They go through shared
+// memory, each thread's own part of it, since copies to it are all under way at once, zeros for missing slots among them;
+// of loads to registers the assembler keeps three under way, or waits for each slot's flag before the next.
 extern "C" __global__ void __launch_bounds__(256) prefill_sum(const __grid_constant__ PrefillArgs args) {
   constexpr int AT_ONCE = 8;
+  __shared__ uint4 parts[AT_ONCE][256];
   int columns8 = args.hidden_size / 8;
   u64 item = static_cast<u64>(blockIdx.x) * 256 + threadIdx.x;
   if (item >= static_cast<u64>(args.tokens) * columns8) return;
@@ -112,17 +157,18 @@ extern "C" __global__ void __launch_bounds__(256) prefill_sum(const __grid_const
   const Scalar* from = static_cast<const Scalar*>(args.w2_output) + column;
   float total[8] = {};
   for (int k = 0; k < args.top_k; k += AT_ONCE) {
-    uint4 parts[AT_ONCE];
+    int here[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) here[i] = k + i < args.top_k ? args.slot_is_here[first + k + i] : 0;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+      copy_async(&parts[i][threadIdx.x], from + static_cast<u64>(here[i] ? first + k + i : first) * args.hidden_size, here[i] != 0);
+    commit_copies();
+    wait_for_copies();
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
-      int slot = first + k + i;
-      bool here = k + i < args.top_k && args.slot_is_here[slot];
-      parts[i] = here ? __ldcs(reinterpret_cast<const uint4*>(from + static_cast<u64>(slot) * args.hidden_size))
-                      : make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
-      const Scalar* part = reinterpret_cast<const Scalar*>(&parts[i]);
+      uint4 bits = load_shared<uint4>(shared_address(&parts[i][threadIdx.x]));
+      const Scalar* part = reinterpret_cast<const Scalar*>(&bits);
 #pragma unroll
       for (int c = 0; c < 8; c++) total[c] += Type::to_float(part[c]);
     }
