@@ -32,8 +32,8 @@ def weight_tile(
 ):
     """[BLOCK_N, BLOCK_K] of the scales' dtype: (q - zero) * scale of rows from k and columns from n on.
 
-    The three pointers are those of one expert. GROUP is SIZE_K where there is one scale per column: it is left
-    out then, and the numbers are exact.
+    The three pointers are those of one expert. GROUP is SIZE_K where there is one scale per column: that is
+    left out, and the numbers are exact.
     """
     TYPE: tl.constexpr = scales.dtype.element_ty
     ROWS: tl.constexpr = BLOCK_K // 16
