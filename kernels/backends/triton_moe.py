@@ -177,7 +177,7 @@ class Pass:
             matrix.zero_points,
             matrix.bias,
             *self.table,
-            self.buffers["w2_output"],
+            self._slots(),
             self.tile_bound,
             **self._shape(matrix, width),
         )
@@ -188,7 +188,7 @@ class Pass:
 
         tokens, size = self.out.shape
         reduce.add_slots[(tokens, -(-size // SUM_BLOCK))](
-            self.buffers["w2_output"],
+            self._slots(),
             self.ids,
             self.expert_map,
             self.out,
@@ -199,6 +199,11 @@ class Pass:
             **self.experts,
             BLOCK=SUM_BLOCK,
         )
+
+    def _slots(self) -> torch.Tensor:
+        """A row for each slot, one behind the other from the start of the buffer."""
+        dtype = planner.slots_dtype(self.facts, rows=self.ids.numel())
+        return self.buffers["w2_output"].view(-1).view(dtype)
 
     def _grid(self, width: int) -> tuple[int]:
         return (self.tile_bound * (width // self.tiles.columns_of(width)),)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from .buffers import WorkspacePlan, planned_rows
+from .cuda_moe import FP32_ROWS
 from .problem import LayerFacts, MoEProblem
 
 LEAST_COLUMNS = 64  # a Marlin tile's, which divides every matrix
@@ -55,6 +56,11 @@ def most_tiles(facts: LayerFacts, *, rows: int, tokens: int) -> int:
     return min(rows, facts.num_experts + rows // tokens)
 
 
+def slots_dtype(facts: LayerFacts, *, rows: int) -> torch.dtype:
+    """How `rows` slots are kept until they are summed."""
+    return torch.float32 if rows <= FP32_ROWS else facts.scales_dtype
+
+
 def plan_workspace(facts: LayerFacts, *, rows: int) -> WorkspacePlan:
     """The buffers of a layer for `rows` rows (at most 2**31 - 1 are planned).
 
@@ -66,10 +72,11 @@ def plan_workspace(facts: LayerFacts, *, rows: int) -> WorkspacePlan:
     tile_row        int32    [tiles]
     tile_rows       int32    [tiles]
     activations     x.dtype  [rows, Ip]   by row
-    w2_output       x.dtype  [rows, H]    by slot
+    w2_output       x.dtype  [≥ rows, H]  by slot; few rows are float32 instead (`slots_dtype`)
     """
     rows = planned_rows(rows)
     tiles = most_tiles(facts, rows=rows, tokens=TILES[0].tokens)
+    slot_rows = max(rows, min(rows, FP32_ROWS) * torch.float32.itemsize // facts.scales_dtype.itemsize)
     return WorkspacePlan.lay_out(
         f"Triton workspace of {facts}",
         rows=rows,
@@ -81,7 +88,7 @@ def plan_workspace(facts: LayerFacts, *, rows: int) -> WorkspacePlan:
             ("tile_row", torch.int32, (tiles,)),
             ("tile_rows", torch.int32, (tiles,)),
             ("activations", facts.scales_dtype, (rows, facts.padded_intermediate_size)),
-            ("w2_output", facts.scales_dtype, (rows, facts.hidden_size)),
+            ("w2_output", facts.scales_dtype, (slot_rows, facts.hidden_size)),
         ),
     )
 

@@ -8,7 +8,14 @@ import torch
 
 from marlin_moe.kernels.plan.buffers import MAX_ROWS
 from marlin_moe.kernels.plan.problem import LayerFacts
-from marlin_moe.kernels.plan.triton_moe import TILES, choose_tiles, most_tiles, plan_workspace
+from marlin_moe.kernels.plan.triton_moe import (
+    FP32_ROWS,
+    TILES,
+    choose_tiles,
+    most_tiles,
+    plan_workspace,
+    slots_dtype,
+)
 from random_layer import random_layer
 
 FACTS = LayerFacts.of(
@@ -28,12 +35,23 @@ def test_buffers_by_name() -> None:
         "tile_row": (torch.int32, (tiles,)),
         "tile_rows": (torch.int32, (tiles,)),
         "activations": (torch.bfloat16, (1000, 128)),
-        "w2_output": (torch.bfloat16, (1000, 192)),
+        "w2_output": (torch.bfloat16, (2000, 192)),  # or float32 [1000, 192]
     }
     ends = [(buffer.offset_bytes, buffer.offset_bytes + buffer.nbytes) for buffer in plan.buffers]
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
     assert str(plan).startswith("Triton workspace of E=6, H=192, Ip=128, 1,000 rows")
     assert plan_workspace(FACTS, rows=2**33).rows == MAX_ROWS
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 1000, FP32_ROWS, FP32_ROWS + 1, 3 * FP32_ROWS])
+def test_slots_fit_their_buffer_in_the_dtype_that_they_have(rows: int, dtype: torch.dtype) -> None:
+    """A call may have fewer rows than its plan, and then others of float32."""
+    facts = replace(FACTS, scales_dtype=dtype)
+    buffer = next(b for b in plan_workspace(facts, rows=rows).buffers if b.name == "w2_output")
+    for fewer in {rows, min(rows, FP32_ROWS)}:
+        assert fewer * facts.hidden_size * slots_dtype(facts, rows=fewer).itemsize <= buffer.nbytes
+    assert slots_dtype(facts, rows=rows) == (torch.float32 if rows <= FP32_ROWS else dtype)
 
 
 @pytest.mark.parametrize("tokens", [tiles.tokens for tiles in TILES])

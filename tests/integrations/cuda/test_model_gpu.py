@@ -19,9 +19,6 @@ from marlin_moe.bench.random_checkpoint import SHAPES, write_checkpoint
 from marlin_moe.integrations.transformers import expert_layers, load_model, update_weights
 
 pytestmark = pytest.mark.gpu
-TF32 = "ignore:TensorFloat32 tensor cores .* available but not enabled:UserWarning:torch._inductor.compile_fx"
-SCRIPT = "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning:torch.jit._script"
-"""What torch 2.11 says of itself when it is first asked to compile; the second on Python 3.12."""
 
 
 @pytest.mark.filterwarnings("ignore:scales are converted once")  # AWQ's are fp16
@@ -39,18 +36,25 @@ def test_families_of_models_in_bf16(family: str, tmp_path: Path) -> None:
     check_bf16_logits(load_model(source, device="cuda"), exact_model(source))
 
 
-@pytest.mark.filterwarnings(SCRIPT, TF32)
+@pytest.mark.filterwarnings("default")  # what torch and transformers say of each other when they compile
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_generate_compiles_its_steps_over_a_static_cache(family: str, tmp_path: Path) -> None:
-    """transformers compiles decoding by itself for such a cache: reduce-overhead, so CUDA graphs."""
+    """transformers compiles decoding by itself for such a cache: reduce-overhead, so CUDA graphs.
+
+    A compiled attention rounds otherwise, so a token may be another where two are as likely: the model as it
+    is must find nearly all of them the likeliest.
+    """
     model = load_model(write_model(tmp_path / "source", family), device="cuda")
-    prompts = PROMPTS.cuda()
-    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(prompts, **options)
-    found = model.generate(prompts, **options, cache_implementation="static")
+    prompts, steps = PROMPTS.cuda(), 8
+    found = model.generate(
+        prompts, min_new_tokens=steps, max_new_tokens=steps, do_sample=False, cache_implementation="static"
+    )
     assert hasattr(model, "_compiled_call"), "it was not compiled"
-    same = (found == expected).float().mean()
-    assert same > 0.8, (found, expected)  # a compiled attention rounds otherwise
+    with torch.no_grad():
+        logits = model(found).logits[:, -steps - 1 : -1].float()
+    chosen = logits.gather(2, found[:, -steps:, None]).squeeze(2)
+    near = logits.amax(2) - chosen < 0.1 * logits.std(2)
+    assert near.float().mean() > 0.8, (found, near)
 
 
 def experts_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -21,11 +21,13 @@ from marlin_moe.kernels.scratch import Lease, Scratch, StreamKey
 from moe_cases import (
     CALL_FACTORS,
     FORMAT_FACTORS,
+    LIMITS,
     CaseLayer,
     DenseMoE,
     MoECall,
     MoECase,
     check,
+    difference,
     make_call,
     make_layer,
 )
@@ -100,6 +102,19 @@ def answers(item: Tiled) -> tuple[MoECall, CaseLayer, torch.Tensor]:
     return call, made, run(item.case, made, call, item.tile)
 
 
+def limit_of(case: MoECase, call: MoECall, made: CaseLayer) -> float:
+    """As everywhere, but for a single token: that is never the path's own, and a matter of chance.
+
+    With few numbers to average over, float64 with rounded weights, activations and slots is up to 7e-3 off in
+    bf16, the path's figure to two digits; so it may be a tenth above that.
+    """
+    limit = LIMITS[case.dtype]
+    if case.tokens > 1:
+        return limit
+    want = DenseMoE(made)(call)
+    return max(limit, 1.1 * difference(DenseMoE(made, rounded=case.dtype)(call).to(case.dtype), want)[0])
+
+
 @pytest.fixture(scope="module")
 def compiled() -> None:
     """All variants of this file, several at once."""
@@ -117,7 +132,7 @@ def compiled() -> None:
 @pytest.mark.parametrize("item", PAIRS, ids=[f"pairs-{item.case.seed}" for item in PAIRS])
 def test_everything_pairwise(item: Tiled) -> None:
     call, made, got = answers(item)
-    check(item.case, call, got, DenseMoE(made)(call))
+    check(item.case, call, got, DenseMoE(made)(call), limit=limit_of(item.case, call, made))
     again = run(item.case, made, call, item.tile)
     assert torch.equal(got, again), f"other bits the second time: {item}"
 
