@@ -259,7 +259,7 @@ def large_layer(
 class DenseMoE:
     """The exact answer of a layer: float64 products with its dequantized weights, expert by expert.
 
-    `rounded`: in between it is rounded to this dtype where any kernel on 16 bits rounds: weights, activations,
+    `rounded`: it is rounded to this dtype wherever a kernel on 16 bits rounds: weights, activations,
     and the row of each slot.
     """
 
