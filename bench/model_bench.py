@@ -17,7 +17,7 @@ from ..kernels.errors import MarlinMoEError
 from ..repack.model_path import model_path
 from .model_results import ModelResults, ModelRun
 from .model_timing import graph_token_ms, token_ms, ttft_ms
-from .model_variants import VARIANTS, put_variant
+from .model_variants import VARIANTS, put_variant, run_experts_as
 from .random_checkpoint import SHAPES, write_checkpoint
 
 if TYPE_CHECKING:
@@ -80,7 +80,8 @@ def measure_model(
     """Load the model of a checkpoint once, and measure every variant of it; `tell` hears what is done next.
 
     Raises:
-        MarlinMoEError: as `load_model`. What one variant cannot do is noted in its run instead.
+        MarlinMoEError: as `load_model`. What a variant cannot do, for want of memory or for another reason,
+            is noted in its run instead.
     """
     with ModelSource(path) as source:
         packed_bytes = sum(entry.nbytes for entry in source.checkpoint.tensors.values())
@@ -94,7 +95,7 @@ def measure_model(
         tell(f"measuring {name}")
         run = ModelRun(variant=name)
         runs.append(run)
-        reason = put_variant(model, name)
+        reason = _why_not(put_variant, model, name)
         if reason is not None:
             run.skipped["all"] = reason
             continue
@@ -163,13 +164,23 @@ def _attempt(
     elif run.variant == "reference" and tokens > REFERENCE_TOKENS:
         reason = f"more than {REFERENCE_TOKENS} tokens"
     if reason is None:
-        foreign = RuntimeError if run.variant == "dequantized" else torch.OutOfMemoryError
-        try:
-            measure(size)
-        except (MarlinMoEError, torch.OutOfMemoryError, foreign) as error:
-            reason = str(error).splitlines()[0]
+        reason = _why_not(measure, size)
     if reason is not None:
         run.skipped[f"{kind} {size}"] = reason
+
+
+def _why_not(attempt: Callable[..., str | None], *arguments: object) -> str | None:
+    """What an attempt says, or the first line of what it raises; None where it went well.
+
+    A model runs code of torch and transformers that raises errors of any type, and what has been measured
+    outlives them all.
+    """
+    try:
+        return attempt(*arguments)
+    except MarlinMoEError as error:
+        return str(error).splitlines()[0]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 @contextmanager
@@ -178,11 +189,11 @@ def _decoding_experts(model: "PreTrainedModel", variant: str) -> Iterator[None]:
     if variant != "dequantized":
         yield
         return
-    model.set_experts_implementation("batched_mm")
+    run_experts_as(model, "batched_mm")
     try:
         yield
     finally:
-        model.set_experts_implementation("grouped_mm")
+        run_experts_as(model, "grouped_mm")
 
 
 def machine(device: torch.device) -> dict[str, str]:
