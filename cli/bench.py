@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import json_option, usable_device
+from .options import OutputFile, json_option, usable_device
 from .output import counted, print_json
 
 if TYPE_CHECKING:
@@ -14,20 +14,6 @@ if TYPE_CHECKING:
 SUFFIXES = (".svg", ".png")
 VARIANTS = ("persistent", "per-call", "reference", "dequantized")
 SHAPES = ("qwen3-30b-a3b", "small")
-
-
-def image_path(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
-    """The path, with a suffix that can be drawn.
-
-    Raises:
-        click.BadParameter: another suffix.
-    """
-    if value is not None and value.suffix not in SUFFIXES:
-        raise click.BadParameter(
-            f"{parameter.opts[-1]}: expected a name that ends in {' or '.join(SUFFIXES)}, which can be "
-            f"drawn, got {str(value)!r}."
-        )
-    return value
 
 
 def counts(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
@@ -83,14 +69,8 @@ def bench() -> None:
     multiple=True,
     help="Can be repeated; all by default.",
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write the results as JSON.")
-@click.option(
-    "--plot",
-    "picture",
-    type=click.Path(path_type=Path),
-    callback=image_path,
-    help="Also draw them: .svg or .png.",
-)
+@click.option("-o", "--output", type=OutputFile(), help="Also write the results as JSON.")
+@click.option("--plot", "picture", type=OutputFile(SUFFIXES), help="Also draw them: .svg or .png.")
 @json_option
 def model(
     path: str | None,
@@ -118,8 +98,11 @@ def model(
     import torch
 
     from ..bench.model_bench import ModelProtocol, checkpoint_of, measure_model
+    from ..bench.model_plot import require_matplotlib, save_model_plot
     from .bench_model import print_model_results
 
+    if picture is not None:
+        require_matplotlib()
     protocol = ModelProtocol(
         prompts=measured["prompts"],
         batches=measured["batches"],
@@ -137,16 +120,15 @@ def model(
             protocol=protocol,
             tell=lambda line: click.echo(line, err=True),
         )
-    if output is not None:
-        results.write(output)
-    if picture is not None:
-        from ..bench.model_plot import save_model_plot
-
-        save_model_plot(results, picture)
     if as_json:
         print_json(results.as_dict())
-        return
-    print_model_results(results)
+    else:
+        print_model_results(results)
+    if output is not None:
+        results.write(output)
+    results.require_measured()
+    if picture is not None:
+        save_model_plot(results, picture)
 
 
 @bench.command()
@@ -156,8 +138,7 @@ def model(
     "--output",
     metavar="FILE",
     required=True,
-    type=click.Path(path_type=Path),
-    callback=image_path,
+    type=OutputFile(SUFFIXES),
     help="The picture to write: .svg or .png.",
 )
 @click.option(

@@ -304,9 +304,9 @@ def test_a_place_that_cannot_be_written_is_named(path: Path, tmp_path: Path) -> 
 
 def test_another_suffix_is_refused(path: Path) -> None:
     result = invoke(path, "-o", "speed.jpg")
-    assert result.exit_code == 1
-    assert result.stderr == (
-        "error: --output: expected a name that ends in .svg or .png, which can be drawn, got 'speed.jpg'.\n"
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1] == (
+        "Error: --output: expected a name that ends in .svg or .png, which can be drawn, got 'speed.jpg'."
     )
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from folders import golden
+from marlin_moe.bench import model_bench
 from marlin_moe.bench.model_plot import save_model_plot
 from marlin_moe.bench.model_results import ModelResults, ModelRun
 from marlin_moe.cli.main import main
@@ -79,6 +82,42 @@ def test_a_checkpoint_and_one_variant_as_json() -> None:
     assert run["ttft_ms"].keys() == {"4"}
 
 
+NO_ADDRESSES = 10**15
+"""Tokens whose ids alone are more than a process can address."""
+
+
+def test_what_cannot_run_is_a_reason_and_the_rest_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = model_bench.put_variant
+
+    def refuse(model: Any, name: str) -> str | None:
+        if name == "per-call":
+            raise ValueError("not this model\nmore")
+        return put(model, name)
+
+    monkeypatch.setattr(model_bench, "put_variant", refuse)
+    sizes = ("--prompts", f"4,{NO_ADDRESSES}", "--batches", f"2,{NO_ADDRESSES}")
+    options = ("--repeats", 1, "--variant", "persistent", "--variant", "per-call", "--variant", "dequantized")
+    result = invoke("--shape", "small", *SMALL, *sizes, *options, "-o", tmp_path / "r.json")
+    assert result.exit_code == 0, result.output
+    assert "per-call, all: ValueError: not this model\n" in result.stdout
+    runs = {run.variant: run for run in ModelResults.read(tmp_path / "r.json").runs}
+    assert not runs["per-call"].ttft_ms
+    for run in (runs["persistent"], runs["dequantized"]):
+        assert (run.ttft_ms.keys(), run.token_ms.keys()) == ({4}, {2})
+        for point in (f"ttft {NO_ADDRESSES}", f"token {NO_ADDRESSES}"):
+            assert run.skipped[point].startswith("RuntimeError: "), run.skipped
+
+
+def test_nothing_measured_is_a_failure() -> None:
+    options = ("--prompts", NO_ADDRESSES, "--batches", NO_ADDRESSES, "--variant", "persistent")
+    result = invoke("--shape", "small", *SMALL, *options)
+    assert result.exit_code == 1
+    assert f"persistent, ttft {NO_ADDRESSES}: RuntimeError: " in result.stdout
+    assert "error: results: expected at least one measured variant, got none" in result.stderr
+
+
 def test_nothing_is_written_without_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     result = invoke("--shape", "small", "--folder", tmp_path, *SMALL)
@@ -103,8 +142,40 @@ def test_wrong_flags(options: tuple[str, ...], message: str) -> None:
 
 def test_a_picture_that_cannot_be_drawn() -> None:
     result = invoke("--device", "cpu", "--plot", "r.gif")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "--plot: expected a name that ends in .svg or .png" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["-o", "--plot"])
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder.svg").mkdir()
+
+    def refused(path: Path) -> str:
+        result = invoke("--shape", "small", *SMALL, option, path)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert "measuring" not in result.stderr
+        return result.stderr
+
+    missing = tmp_path / "none" / "r.svg"
+    expected = f"{missing}: expected a file that can be written, got no folder {missing.parent}"
+    assert expected in refused(missing)
+    assert "is a directory" in refused(tmp_path / "folder.svg")
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    assert f"got a read-only {tmp_path}" in refused(tmp_path / "r.svg")
+    (tmp_path / "r.svg").touch()
+    assert "is not writable" in refused(tmp_path / "r.svg")
+
+
+def test_a_picture_without_matplotlib_is_said_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = invoke("--shape", "small", *SMALL, "--plot", tmp_path / "r.svg")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "pip install 'marlin-moe[bench]'" in result.stderr
+    assert "measuring" not in result.stderr
 
 
 def test_a_path_that_is_none() -> None:
