@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from .options import OutputFile, json_option, usable_device
 from .output import counted, print_json
+from .report import ended_in_order
 
 if TYPE_CHECKING:
     import torch
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 SUFFIXES = (".svg", ".png")
 VARIANTS = ("persistent", "per-call", "reference", "dequantized")
 SHAPES = ("qwen3-30b-a3b", "small")
+RANDOM_MODEL = ("shape", "layers", "folder")
+"""Options of the model that is written where there is no PATH."""
 
 
 def counts(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
@@ -95,6 +99,9 @@ def model(
     Example:
       marlin-moe bench model --device cpu --shape small --prompts 8,64 --plot model.svg
     """
+    if path is not None:
+        _refuse_random_model(path)
+
     import torch
 
     from ..bench.model_bench import ModelProtocol, checkpoint_of, measure_model
@@ -112,7 +119,7 @@ def model(
         variants=measured["variants"] or VARIANTS,
         max_tokens=measured["max_tokens"],
     )
-    with checkpoint_of(path, shape, layers, folder) as checkpoint:
+    with ended_in_order(), checkpoint_of(path, shape, layers, folder) as checkpoint:
         results = measure_model(
             checkpoint,
             device=device,
@@ -129,6 +136,18 @@ def model(
     results.require_measured()
     if picture is not None:
         save_model_plot(results, picture)
+
+
+def _refuse_random_model(path: str) -> None:
+    """UsageError where an option of the random model was given beside a PATH, which would ignore it."""
+    context = click.get_current_context()
+    for name in RANDOM_MODEL:
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise click.UsageError(
+                f"--{name}: expected no PATH beside it, because it is of the random model that is measured "
+                f"without one, got {path!r}. Leave out one of the two.",
+                context,
+            )
 
 
 @bench.command()

@@ -27,11 +27,13 @@ LAYERS, HIDDEN, TOKENS = 4, 128, 5
 INTERMEDIATE = 512
 """Divisible by 8 x 64, as `--tp 8` asks for."""
 
+BENCH = "--device cpu --prompts 4 --batches 1 --context 4 --steps 2"
 SMALLER = {
-    "bench model": "--device cpu --shape small --layers 1 --prompts 4 --batches 1 --context 4 --steps 2",
+    "bench model DST": BENCH,
+    "bench model": f"{BENCH} --shape small --layers 1",
     "kernels build": "--max-tokens 1",
 }
-"""Added to commands that would take minutes, gigabytes or a GPU."""
+"""Added to commands that would take minutes, gigabytes or a GPU: of what fits first."""
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,32 @@ def test_its_results_are_drawn_again(tmp_path: Path) -> None:
     assert "expected one file where it is of a model benchmark" in twice.stderr
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_random_model_is_removed_when_a_signal_ends_the_run(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    options = (
+        "--shape",
+        "small",
+        "--folder",
+        str(tmp_path),
+        *SMALL,
+        "--prompts",
+        "512",
+        "--repeats",
+        "100000",
+    )
+    command = [sys.executable, "-m", "marlin_moe.cli", "bench", "model", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        said = iter(process.stderr)
+        assert any("measuring persistent" in line for line in said)
+        assert list(tmp_path.iterdir())
+        process.send_signal(number)
+        assert f"error: interrupted by {number.name}\n" in [*said]
+        assert process.wait(timeout=60) == 128 + number
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_checkpoint_and_one_variant_as_json() -> None:
     options = ("--repeats", 1, "--variant", "reference", "--dtype", "float32", "--json")
     result = invoke(golden("mixtral-w4a16-g128"), *SMALL, *options, "--prompts", "4,300")
@@ -132,6 +160,10 @@ def test_nothing_is_written_without_transformers(monkeypatch: pytest.MonkeyPatch
         (("--prompts", "4,x"), "expected whole numbers from 1 on, between commas, got '4,x'"),
         (("--batches", "0"), "got '0'"),
         (("--variant", "fast"), "'fast' is not one of"),
+        (("m", "--shape", "small"), "--shape: expected no PATH beside it, because it is of the random model"),
+        (("m", "--shape", "qwen3-30b-a3b"), "got 'm'. Leave out one of the two"),
+        (("m", "--layers", "1"), "--layers: expected no PATH beside it"),
+        (("m", "--folder", "."), "--folder: expected no PATH beside it"),
     ],
 )
 def test_wrong_flags(options: tuple[str, ...], message: str) -> None:
