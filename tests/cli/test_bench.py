@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from layer_points import layer_point
 from marlin_moe.cli.bench_plot import BenchPlotError, draw, lines_of, merged, plot_results
 from marlin_moe.cli.bench_results import BenchResultsError, Measured, Point, Results
 from marlin_moe.cli.main import main
@@ -19,18 +20,10 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def point(shape: str, tokens: int, form: str = "int4", **burst_us: float) -> Point:
-    return Point(
-        shape=shape,
-        format=form,
-        tokens=tokens,
-        layers=8,
-        active_experts=8.0,
-        floor_us=10.0,
-        measured={
-            name.replace("_", "-"): Measured(burst_us=us, sustained_us=us + 1)
-            for name, us in burst_us.items()
-        },
-    )
+    measured = {
+        name.replace("_", "-"): Measured(burst_us=us, sustained_us=us + 1) for name, us in burst_us.items()
+    }
+    return layer_point(measured, shape=shape, tokens=tokens, form=form)
 
 
 def results(*points: Point) -> Results:
