@@ -1,5 +1,6 @@
 """`marlin-moe bench model [PATH]`, `marlin-moe bench plot RESULT.json…`."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,13 @@ def bench() -> None:
     "--max-tokens", type=click.IntRange(min=1), default=8192, show_default=True, help="Of one pass."
 )
 @click.option(
+    "--time-limit",
+    type=click.FloatRange(min=0, min_open=True),
+    default=math.inf,
+    metavar="SECONDS",
+    help="From loading on; what would begin later is left out.",
+)
+@click.option(
     "--variant",
     "variants",
     type=click.Choice(VARIANTS),
@@ -118,6 +126,7 @@ def model(
         repeats=measured["repeats"],
         variants=measured["variants"] or VARIANTS,
         max_tokens=measured["max_tokens"],
+        time_limit_s=measured["time_limit"],
     )
     with ended_in_order(), checkpoint_of(path, shape, layers, folder) as checkpoint:
         results = measure_model(

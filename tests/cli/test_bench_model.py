@@ -138,6 +138,27 @@ def test_what_cannot_run_is_a_reason_and_the_rest_is_kept(
             assert run.skipped[point].startswith("RuntimeError: "), run.skipped
 
 
+def test_what_begins_after_the_time_limit_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second a prompt, of which the third of the first variant is the last that begins in time."""
+    now = [0.0]
+
+    def ttft(model: Any, tokens: int, repeats: int) -> float:
+        now[0] += 1.0
+        return 1000.0
+
+    monkeypatch.setattr(model_bench, "ttft_ms", ttft)
+    monkeypatch.setattr(model_bench.time, "monotonic", lambda: now[0])
+    options = ("--variant", "persistent", "--variant", "reference", "--time-limit", 2, "--prompts", "1,2,3,4")
+    result = invoke("--shape", "small", *SMALL, *options, "-o", tmp_path / "r.json")
+    assert result.exit_code == 0, result.output
+    persistent, reference = ModelResults.read(tmp_path / "r.json").runs
+    assert persistent.ttft_ms.keys() == {1, 2, 3}
+    assert persistent.skipped["ttft 4"] == persistent.skipped["token 2"] == "no time left"
+    assert reference.skipped == {"all": "no time left"}
+
+
 def test_nothing_measured_is_a_failure() -> None:
     options = ("--prompts", NO_ADDRESSES, "--batches", NO_ADDRESSES, "--variant", "persistent")
     result = invoke("--shape", "small", *SMALL, *options)
@@ -159,6 +180,7 @@ def test_nothing_is_written_without_transformers(monkeypatch: pytest.MonkeyPatch
     [
         (("--prompts", "4,x"), "expected whole numbers from 1 on, between commas, got '4,x'"),
         (("--batches", "0"), "got '0'"),
+        (("--time-limit", "0"), "0.0 is not in the range x>0"),
         (("--variant", "fast"), "'fast' is not one of"),
         (("m", "--shape", "small"), "--shape: expected no PATH beside it, because it is of the random model"),
         (("m", "--shape", "qwen3-30b-a3b"), "got 'm'. Leave out one of the two"),
