@@ -1,6 +1,8 @@
 """Every variant of a model at every point: `measure_model`."""
 
+import math
 import platform
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from ..kernels.errors import MarlinMoEError
 from ..repack.model_path import model_path
 from .model_results import ModelResults, ModelRun
 from .model_timing import graph_token_ms, token_ms, ttft_ms
-from .model_variants import VARIANTS, put_variant
+from .model_variants import VARIANTS, put_variant, run_experts_as
 from .random_checkpoint import SHAPES, write_checkpoint
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 REFERENCE_TOKENS = 256
 """The longest prompt, and the most tokens of a batch of prompts, that the reference backend is given."""
+NO_TIME = "no time left"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,7 @@ class ModelProtocol:
         repeats: runs of which a time to first token is the median.
         variants: of `VARIANTS`, in their order.
         max_tokens: tokens that one pass of the op takes.
+        time_limit_s: from loading on; what would begin later is not measured.
     """
 
     prompts: tuple[int, ...] = (128, 2048, 8192)
@@ -48,6 +52,7 @@ class ModelProtocol:
     repeats: int = 3
     variants: tuple[str, ...] = VARIANTS
     max_tokens: int = 8192
+    time_limit_s: float = math.inf
 
 
 @contextmanager
@@ -80,8 +85,10 @@ def measure_model(
     """Load the model of a checkpoint once, and measure every variant of it; `tell` hears what is done next.
 
     Raises:
-        MarlinMoEError: as `load_model`. What one variant cannot do is noted in its run instead.
+        MarlinMoEError: as `load_model`. What a variant cannot do, for want of memory or for another reason,
+            is noted in its run instead.
     """
+    deadline = time.monotonic() + protocol.time_limit_s
     with ModelSource(path) as source:
         packed_bytes = sum(entry.nbytes for entry in source.checkpoint.tensors.values())
     if device.type == "cuda":
@@ -94,11 +101,11 @@ def measure_model(
         tell(f"measuring {name}")
         run = ModelRun(variant=name)
         runs.append(run)
-        reason = put_variant(model, name)
+        reason = NO_TIME if time.monotonic() > deadline else _why_not(put_variant, model, name)
         if reason is not None:
             run.skipped["all"] = reason
             continue
-        _measure(model, run, protocol, first)
+        _measure(model, run, protocol, first, deadline)
     text = model.config.get_text_config()
     return ModelResults(
         machine=machine(device),
@@ -120,9 +127,13 @@ def measure_model(
 
 
 def _measure(
-    model: "PreTrainedModel", run: ModelRun, protocol: ModelProtocol, first: dict[int, torch.Tensor]
+    model: "PreTrainedModel",
+    run: ModelRun,
+    protocol: ModelProtocol,
+    first: dict[int, torch.Tensor],
+    deadline: float,
 ) -> None:
-    """Fill a run; `first` holds the tokens of the first variant at each batch."""
+    """Fill a run until the deadline; `first` holds the tokens of the first variant at each batch."""
     device = model.device
     if device.type == "cuda":
         run.weights_bytes = torch.cuda.memory_allocated(device)
@@ -142,17 +153,24 @@ def _measure(
             run.graph_token_ms[batch] = graph_token_ms(model, batch, protocol.context_tokens, protocol.steps)
 
     for tokens in protocol.prompts:
-        _attempt(run, "ttft", tokens, ttft, tokens=tokens, device=device)
+        _attempt(run, "ttft", tokens, ttft, tokens=tokens, device=device, deadline=deadline)
     for kind, measure in (("token", token), ("graph", graph)):
         for batch in protocol.batches:
             total = batch * protocol.context_tokens
-            _attempt(run, kind, batch, measure, tokens=total, device=device)
+            _attempt(run, kind, batch, measure, tokens=total, device=device, deadline=deadline)
     if device.type == "cuda":
         run.peak_bytes = torch.cuda.max_memory_allocated(device)
 
 
 def _attempt(
-    run: ModelRun, kind: str, size: int, measure: Callable[[int], None], *, tokens: int, device: torch.device
+    run: ModelRun,
+    kind: str,
+    size: int,
+    measure: Callable[[int], None],
+    *,
+    tokens: int,
+    device: torch.device,
+    deadline: float,
 ) -> None:
     """Measure a point of a run, or note there why not."""
     reason = None
@@ -162,14 +180,26 @@ def _attempt(
         reason = "asks the host in between"
     elif run.variant == "reference" and tokens > REFERENCE_TOKENS:
         reason = f"more than {REFERENCE_TOKENS} tokens"
+    elif time.monotonic() > deadline:
+        reason = NO_TIME
     if reason is None:
-        foreign = RuntimeError if run.variant == "dequantized" else torch.OutOfMemoryError
-        try:
-            measure(size)
-        except (MarlinMoEError, torch.OutOfMemoryError, foreign) as error:
-            reason = str(error).splitlines()[0]
+        reason = _why_not(measure, size)
     if reason is not None:
         run.skipped[f"{kind} {size}"] = reason
+
+
+def _why_not(attempt: Callable[..., str | None], *arguments: object) -> str | None:
+    """What an attempt says, or the first line of what it raises; None where it went well.
+
+    A model runs code of torch and transformers that raises errors of any type, and what has been measured
+    outlives them all.
+    """
+    try:
+        return attempt(*arguments)
+    except MarlinMoEError as error:
+        return str(error).splitlines()[0]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 @contextmanager
@@ -178,11 +208,11 @@ def _decoding_experts(model: "PreTrainedModel", variant: str) -> Iterator[None]:
     if variant != "dequantized":
         yield
         return
-    model.set_experts_implementation("batched_mm")
+    run_experts_as(model, "batched_mm")
     try:
         yield
     finally:
-        model.set_experts_implementation("grouped_mm")
+        run_experts_as(model, "grouped_mm")
 
 
 def machine(device: torch.device) -> dict[str, str]:

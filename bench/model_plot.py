@@ -19,19 +19,26 @@ PANEL_INCHES = (4.2, 3.4)
 MARKERS = "osD^"
 
 
+def require_matplotlib() -> None:
+    """Raise ModelResultsError, which says how to install it, where matplotlib cannot be imported."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ModelResultsError(
+            f"matplotlib: expected it to be installed, because plots are drawn with it, got: {error}. "
+            "Install it with: pip install 'marlin-moe[bench]'"
+        ) from error
+
+
 def draw_model(results: ModelResults) -> "Figure":
     """The figure; panels of which nothing was measured are left out.
 
     Raises:
         ModelResultsError: nothing was measured; no matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ModelResultsError(
-            f"matplotlib: expected it to be installed, because plots are drawn with it, got: {error}. "
-            "Install it with: pip install 'marlin-moe[bench]'"
-        ) from error
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
     shown = [panel for panel in PANELS if any(getattr(run, panel[0]) for run in results.runs)]
     if not shown:
         raise ModelResultsError("results: expected at least one measured variant to draw, got none.")

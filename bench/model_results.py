@@ -23,7 +23,7 @@ class ModelRun:
     Attributes:
         variant: its name.
         weights_bytes: allocated on the device once the model is there; None where the device does not say.
-        peak_bytes: the most that was allocated from then on.
+        peak_bytes: the most that was allocated from then on, by measurements that ran out of memory too.
         ttft_ms: tokens of the prompt -> median milliseconds from the call of generate() to the first token.
         token_ms: batch -> median milliseconds a step of generate().
         graph_token_ms: batch -> milliseconds a step of a replayed CUDA graph, greedy, with a static cache.
@@ -60,6 +60,14 @@ class ModelResults:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
+    def require_measured(self) -> None:
+        """ModelResultsError where no variant could be measured at any point; reasons are in the runs."""
+        if not any(run.ttft_ms or run.token_ms or run.graph_token_ms for run in self.runs):
+            raise ModelResultsError(
+                "results: expected at least one measured variant, got none: each has its reason in the "
+                "report. Choose smaller --prompts and --batches, or other variants."
+            )
 
     def write(self, path: Path) -> None:
         """The results as a file; ModelResultsError where none can be written."""

@@ -63,7 +63,7 @@ def put_variant(model: "PreTrainedModel", name: str) -> str | None:
         reason = _no_room(model)
         if reason is None:
             _dequantize_experts(model)
-            model.set_experts_implementation("grouped_mm")
+            run_experts_as(model, "grouped_mm")
         return reason
     forward = {"per-call": per_call_forward, "reference": reference_forward}.get(name)
     implementation = IMPLEMENTATION if forward is None else f"{IMPLEMENTATION}_{name}"
@@ -74,8 +74,17 @@ def put_variant(model: "PreTrainedModel", name: str) -> str | None:
         if name == "per-call":
             layer = replace(layer, workspace=ZeroedWorkspace.attach(layer))
         module.__dict__["per_call_layer"] = layer  # no module, no tensor
-    model.set_experts_implementation(implementation)
+    run_experts_as(model, implementation)
     return None
+
+
+def run_experts_as(model: "PreTrainedModel", implementation: str) -> None:
+    """Choose an experts implementation of transformers, by its name.
+
+    A model of several parts (language, vision) has no experts of its own, and may refuse what a part takes.
+    """
+    parts = [part for part in model.get_experts_implementation() if part]
+    model.set_experts_implementation(dict.fromkeys(parts, implementation) or implementation)
 
 
 def _marlin_modules(model: torch.nn.Module) -> "list[tuple[str, MarlinExperts]]":

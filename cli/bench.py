@@ -1,12 +1,15 @@
 """`marlin-moe bench model [PATH]`, `marlin-moe bench plot RESULT.json…`."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from .options import json_option, usable_device
+from .options import OutputFile, json_option, usable_device
 from .output import counted, print_json
+from .report import ended_in_order
 
 if TYPE_CHECKING:
     import torch
@@ -14,20 +17,8 @@ if TYPE_CHECKING:
 SUFFIXES = (".svg", ".png")
 VARIANTS = ("persistent", "per-call", "reference", "dequantized")
 SHAPES = ("qwen3-30b-a3b", "small")
-
-
-def image_path(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
-    """The path, with a suffix that can be drawn.
-
-    Raises:
-        click.BadParameter: another suffix.
-    """
-    if value is not None and value.suffix not in SUFFIXES:
-        raise click.BadParameter(
-            f"{parameter.opts[-1]}: expected a name that ends in {' or '.join(SUFFIXES)}, which can be "
-            f"drawn, got {str(value)!r}."
-        )
-    return value
+RANDOM_MODEL = ("shape", "layers", "folder")
+"""Options of the model that is written where there is no PATH."""
 
 
 def counts(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
@@ -77,20 +68,21 @@ def bench() -> None:
     "--max-tokens", type=click.IntRange(min=1), default=8192, show_default=True, help="Of one pass."
 )
 @click.option(
+    "--time-limit",
+    type=click.FloatRange(min=0, min_open=True),
+    default=math.inf,
+    metavar="SECONDS",
+    help="From loading on; what would begin later is left out.",
+)
+@click.option(
     "--variant",
     "variants",
     type=click.Choice(VARIANTS),
     multiple=True,
     help="Can be repeated; all by default.",
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write the results as JSON.")
-@click.option(
-    "--plot",
-    "picture",
-    type=click.Path(path_type=Path),
-    callback=image_path,
-    help="Also draw them: .svg or .png.",
-)
+@click.option("-o", "--output", type=OutputFile(), help="Also write the results as JSON.")
+@click.option("--plot", "picture", type=OutputFile(SUFFIXES), help="Also draw them: .svg or .png.")
 @json_option
 def model(
     path: str | None,
@@ -115,11 +107,17 @@ def model(
     Example:
       marlin-moe bench model --device cpu --shape small --prompts 8,64 --plot model.svg
     """
+    if path is not None:
+        _refuse_random_model(path)
+
     import torch
 
     from ..bench.model_bench import ModelProtocol, checkpoint_of, measure_model
+    from ..bench.model_plot import require_matplotlib, save_model_plot
     from .bench_model import print_model_results
 
+    if picture is not None:
+        require_matplotlib()
     protocol = ModelProtocol(
         prompts=measured["prompts"],
         batches=measured["batches"],
@@ -128,8 +126,9 @@ def model(
         repeats=measured["repeats"],
         variants=measured["variants"] or VARIANTS,
         max_tokens=measured["max_tokens"],
+        time_limit_s=measured["time_limit"],
     )
-    with checkpoint_of(path, shape, layers, folder) as checkpoint:
+    with ended_in_order(), checkpoint_of(path, shape, layers, folder) as checkpoint:
         results = measure_model(
             checkpoint,
             device=device,
@@ -137,16 +136,27 @@ def model(
             protocol=protocol,
             tell=lambda line: click.echo(line, err=True),
         )
-    if output is not None:
-        results.write(output)
-    if picture is not None:
-        from ..bench.model_plot import save_model_plot
-
-        save_model_plot(results, picture)
     if as_json:
         print_json(results.as_dict())
-        return
-    print_model_results(results)
+    else:
+        print_model_results(results)
+    if output is not None:
+        results.write(output)
+    results.require_measured()
+    if picture is not None:
+        save_model_plot(results, picture)
+
+
+def _refuse_random_model(path: str) -> None:
+    """UsageError where an option of the random model was given beside a PATH, which would ignore it."""
+    context = click.get_current_context()
+    for name in RANDOM_MODEL:
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise click.UsageError(
+                f"--{name}: expected no PATH beside it, because it is of the random model that is measured "
+                f"without one, got {path!r}. Leave out one of the two.",
+                context,
+            )
 
 
 @bench.command()
@@ -156,8 +166,7 @@ def model(
     "--output",
     metavar="FILE",
     required=True,
-    type=click.Path(path_type=Path),
-    callback=image_path,
+    type=OutputFile(SUFFIXES),
     help="The picture to write: .svg or .png.",
 )
 @click.option(

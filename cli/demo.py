@@ -10,6 +10,7 @@ import click
 
 from .options import json_option
 from .output import counted, print_json
+from .report import ended_in_order
 
 if TYPE_CHECKING:
     from .demo_proof import ProofStep
@@ -37,7 +38,7 @@ def demo(keep: Path | None, as_json: bool) -> None:
     from ..repack.errors import VerifyError
     from .demo_proof import prove
 
-    with _directory(keep) as directory:
+    with ended_in_order(), _directory(keep) as directory:
         report = prove(directory, kept=keep is not None, say=(lambda step: None) if as_json else _print)
     if as_json:
         print_json(report.as_dict())

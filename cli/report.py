@@ -2,14 +2,16 @@
 
 1    the check failed or the input is bad, a missing path among it
 2    wrong flags (click's own)
-130  interrupted
+130  interrupted; 143 by SIGTERM, 129 by SIGHUP, where a command has something to remove
 """
 
 import errno
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import NoReturn, TextIO
 
 import click
@@ -17,7 +19,39 @@ import click
 from ..kernels.errors import MarlinMoEError, MarlinMoEWarning
 
 EXIT_BAD_INPUT = 1
-EXIT_INTERRUPTED = 130
+EXIT_SIGNAL = 128
+"""Added to the number of the signal that ended a command, as a shell does."""
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+class Ended(KeyboardInterrupt):
+    """A signal came that would have ended the process at once."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """SIGTERM and SIGHUP stop the body as Ctrl-C does, so that it removes what it wrote for a while.
+
+    Further ones do not disturb that. One that is ignored, as under nohup, stays so.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for one in taken:
+            signal.signal(one, signal.SIG_IGN)
+        raise Ended(number)
+
+    taken = [one for one in ENDING_SIGNALS if signal.getsignal(one) is signal.SIG_DFL]
+    for one in taken:
+        signal.signal(one, stop)
+    try:
+        yield
+    finally:
+        for one in taken:
+            signal.signal(one, signal.SIG_DFL)
 
 
 @contextmanager
@@ -39,8 +73,10 @@ def reported() -> Iterator[None]:
             if error.errno == errno.EPIPE:
                 raise  # the reader of our output has gone; click ends quietly
             _fail(system_error_text(error), EXIT_BAD_INPUT)
+        except Ended as error:
+            _fail(f"interrupted by {signal.Signals(error.number).name}", EXIT_SIGNAL + error.number)
         except KeyboardInterrupt:
-            _fail("interrupted", EXIT_INTERRUPTED)
+            _fail("interrupted", EXIT_SIGNAL + signal.SIGINT)
 
 
 def _names_a_path(error: click.BadParameter) -> bool:

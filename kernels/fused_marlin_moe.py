@@ -26,6 +26,11 @@ def fused_marlin_moe(
 
     Inference only: the result has no gradient, and an input that asks for one is refused.
 
+    Sums are float32. Between the GEMMs the reference keeps float32 and rounds once, at the end; "cuda" and
+    "triton" keep the activations, and of many tokens each slot's output, in x.dtype, as vLLM's kernels do.
+    In float16 what is beyond 65504 there becomes infinite, and never clipped: a token with such an activation
+    has no finite output, the others are as ever. bfloat16 has the range of float32.
+
     Args:
         x: bfloat16, float16 or float32 [M, H], any strides; M = 0 is fine.
         layer: the experts. More than its max_tokens tokens run in chunks.
@@ -41,7 +46,7 @@ def fused_marlin_moe(
         backend: "cuda", "triton", "reference", or None for the first of them that accepts the call.
 
     Returns:
-        [M, H] of x.dtype, computed in float32 and rounded once. The same call gives the same bits.
+        [M, H] of x.dtype. The same call gives the same bits.
 
     Raises:
         TypeError: an argument of a wrong Python type.

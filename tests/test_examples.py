@@ -15,8 +15,9 @@ from click.testing import CliRunner
 
 from exact_model import exact_model
 from hf_checkpoints import write_model, write_tokenizer
+from layer_points import layer_point
 from marlin_moe import repack_checkpoint
-from marlin_moe.cli.bench_results import Measured, Point, Results
+from marlin_moe.cli.bench_results import Measured, Results
 from marlin_moe.cli.main import main
 from marlin_moe.kernels import workspace
 from marlin_moe.kernels.scratch import Registry
@@ -27,11 +28,13 @@ LAYERS, HIDDEN, TOKENS = 4, 128, 5
 INTERMEDIATE = 512
 """Divisible by 8 x 64, as `--tp 8` asks for."""
 
+BENCH = "--device cpu --prompts 4 --batches 1 --context 4 --steps 2"
 SMALLER = {
-    "bench model": "--device cpu --shape small --layers 1 --prompts 4 --batches 1 --context 4 --steps 2",
+    "bench model DST": BENCH,
+    "bench model": f"{BENCH} --shape small --layers 1",
     "kernels build": "--max-tokens 1",
 }
-"""Added to commands that would take minutes, gigabytes or a GPU."""
+"""Added to commands that would take minutes, gigabytes or a GPU: of what fits first."""
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +51,7 @@ def place(source: Path, tmp_path: Path) -> Iterator[Path]:
     """The current directory: SRC, PATH (the same), RESULT.json; DST is for the commands to write."""
     for name in ("SRC", "PATH"):
         (tmp_path / name).symlink_to(source)
-    point = Point(
-        shape="m",
-        format="int4",
-        tokens=1,
-        layers=1,
-        active_experts=1.0,
-        floor_us=10.0,
-        measured={"ours": Measured(burst_us=20.0)},
-    )
+    point = layer_point({"ours": Measured(burst_us=20.0)})
     Results(machine={}, protocol={}, ceilings={}, points=[point]).write(tmp_path / "RESULT.json")
     with chdir(tmp_path):
         yield tmp_path

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from folders import golden
 from hf_checkpoints import write_model
 from marlin_moe.bench import model_variants, zeroed_workspace
 from marlin_moe.bench.model_timing import StaticDecode, generate_timed, random_prompts
@@ -19,9 +20,17 @@ from marlin_moe.kernels.workspace import Workspace
 PROMPT = torch.tensor([[3, 99, 17, 201, 5, 64, 64, 130, 8]])
 
 
-@pytest.fixture(params=["qwen3_moe", "deepseek_v3"])
+KIMI = "kimi_k25"
+"""Of two parts, language and vision; only the first has experts."""
+
+
+@pytest.fixture(params=["qwen3_moe", "deepseek_v3", KIMI])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    return load_model(write_model(tmp_path / "source", request.param), dtype=torch.float32)
+    if request.param == KIMI:
+        path = golden("kimi-k25-w4a16-g32")
+    else:
+        path = write_model(tmp_path / "source", request.param)
+    return load_model(path, dtype=torch.float32)
 
 
 def test_all_variants_give_the_same_logits(model: Any) -> None:

@@ -10,6 +10,7 @@ from layer_problems import ALL_TOKENS, SHAPES
 from layer_report import markdown_lines, missed, report_lines
 from layer_targets import MOST_OVER_BEST_PEER, MOST_OVER_FLOOR
 
+from layer_points import layer_point
 from marlin_moe.cli.bench_results import Measured, Point, Results
 
 
@@ -17,14 +18,8 @@ def point(shape: str, tokens: int, *, over_floor: float, over_peer: float, form:
     """A floor of 100 us, and a peer that is slower than the best one."""
     us = 100 * over_floor
     best = us / over_peer
-    return Point(
-        shape=shape,
-        format=form,
-        tokens=tokens,
-        layers=8,
-        active_experts=8.0,
-        floor_us=100.0,
-        measured={
+    return layer_point(
+        {
             "ours": Measured(
                 burst_us=us,
                 sustained_us=us * 1.1,
@@ -35,6 +30,10 @@ def point(shape: str, tokens: int, *, over_floor: float, over_peer: float, form:
             "vllm": Measured(burst_us=best * 2, sustained_us=best * 2.2),
             "humming": Measured(burst_us=best, sustained_us=best * 1.1),
         },
+        shape=shape,
+        tokens=tokens,
+        form=form,
+        floor_us=100.0,
     )
 
 

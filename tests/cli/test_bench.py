@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from layer_points import layer_point
 from marlin_moe.cli.bench_plot import BenchPlotError, draw, lines_of, merged, plot_results
 from marlin_moe.cli.bench_results import BenchResultsError, Measured, Point, Results
 from marlin_moe.cli.main import main
@@ -19,18 +20,10 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def point(shape: str, tokens: int, form: str = "int4", **burst_us: float) -> Point:
-    return Point(
-        shape=shape,
-        format=form,
-        tokens=tokens,
-        layers=8,
-        active_experts=8.0,
-        floor_us=10.0,
-        measured={
-            name.replace("_", "-"): Measured(burst_us=us, sustained_us=us + 1)
-            for name, us in burst_us.items()
-        },
-    )
+    measured = {
+        name.replace("_", "-"): Measured(burst_us=us, sustained_us=us + 1) for name, us in burst_us.items()
+    }
+    return layer_point(measured, shape=shape, tokens=tokens, form=form)
 
 
 def results(*points: Point) -> Results:
@@ -304,9 +297,9 @@ def test_a_place_that_cannot_be_written_is_named(path: Path, tmp_path: Path) -> 
 
 def test_another_suffix_is_refused(path: Path) -> None:
     result = invoke(path, "-o", "speed.jpg")
-    assert result.exit_code == 1
-    assert result.stderr == (
-        "error: --output: expected a name that ends in .svg or .png, which can be drawn, got 'speed.jpg'.\n"
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1] == (
+        "Error: --output: expected a name that ends in .svg or .png, which can be drawn, got 'speed.jpg'."
     )
 
 

@@ -1,6 +1,7 @@
 """The frame of the command: help, exit codes and reports, tried with a small command of the test's own."""
 
 import errno
+import signal
 import subprocess
 import sys
 import types
@@ -13,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from marlin_moe.cli.commands import COMMANDS, CommandEntry
 from marlin_moe.cli.main import main
+from marlin_moe.cli.report import ended_in_order
 from marlin_moe.kernels.errors import LayoutError, MarlinMoEError, MarlinMoEWarning
 from tree import run_python
 
@@ -187,3 +189,37 @@ def test_module_and_script_are_the_same_command() -> None:
 def test_version_is_printed() -> None:
     result = CliRunner().invoke(main, ["--version"], prog_name="marlin-moe")
     assert (result.exit_code, result.stdout) == (0, "marlin-moe 0.1.0\n")
+
+
+def test_a_signal_that_ends_commands_stops_the_body_once(run_body: RunBody) -> None:
+    """The handlers are as before afterwards."""
+    cleaned = []
+
+    def body() -> None:
+        with ended_in_order():
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            finally:
+                signal.raise_signal(signal.SIGHUP)
+                cleaned.append(True)
+
+    result = run_body(body)
+    assert (result.exit_code, result.stderr) == (143, "error: interrupted by SIGTERM\n")
+    assert cleaned
+    assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+def test_a_signal_that_is_ignored_stays_so(run_body: RunBody) -> None:
+    """As nohup has it."""
+
+    def body() -> None:
+        with ended_in_order():
+            signal.raise_signal(signal.SIGHUP)
+            click.echo("done")
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        result = run_body(body)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (result.exit_code, result.stdout) == (0, "done\n")

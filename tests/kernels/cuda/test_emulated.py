@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from float16_range import CASE, range_call
 from gpu_on_cpu import COMPILER, EmulatedKernel
 from marlin_moe.kernels.plan import cuda_moe, decode
 from marlin_moe.kernels.plan.problem import LayerFacts
@@ -79,6 +80,18 @@ def run_on_grids(case: MoECase, kernel: EmulatedKernel, grids: tuple[int, ...]) 
         got = kernel.run(made.layer, call, blocks=blocks)
         check(case, call, got, want)
         assert torch.equal(got, kernel.run(made.layer, call, blocks=blocks, seed=blocks + 1))
+
+
+@pytest.mark.parametrize("path", ["decode", "general"])
+def test_float16_activations_beyond_its_range_are_infinite(path: str, folder: Path) -> None:
+    case = range_call()
+    facts = LayerFacts.of(case.made.layer)
+    if path == "decode":
+        variant = decode_variant(CASE, facts)
+    else:
+        variant = cuda_moe.choose_general(facts, rows=CASE.tokens * CASE.top_k)
+    kernel = EmulatedKernel.compile(variant, folder)
+    case.check_infinite(kernel.run(case.made.layer, case.call, blocks=3))
 
 
 def test_all_slots_elsewhere_give_zeros(folder: Path) -> None:

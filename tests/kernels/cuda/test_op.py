@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from float16_range import range_call
 from marlin_moe.kernels.backends.cuda_moe import build_specs
 from marlin_moe.kernels.device import architecture
 from marlin_moe.kernels.jit.build import compile_all
@@ -184,6 +185,20 @@ def test_more_tokens_than_a_pass_takes(place: Place, max_tokens: int) -> None:
     made = make_layer(case, place.device)
     call = make_call(case, made.layer)
     check(case, call, call.run(made.layer, backend=place.backend), DenseMoE(made)(call))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered in cast:RuntimeWarning",  # NumPy's, in Triton's interpreter
+    "ignore:invalid value encountered:RuntimeWarning",
+)
+def test_float16_activations_beyond_its_range_are_seen(place: Place) -> None:
+    """Kept in float32 by the reference; infinite on 16 bits, where nothing is clipped to a wrong number."""
+    case = range_call(place.device)
+    got = case.call.run(case.made.layer, backend=place.backend)
+    if place.backend == "reference":
+        case.check_kept(got)
+    else:
+        case.check_infinite(got)
 
 
 def test_ids_out_of_range_add_nothing_on_a_gpu(place: Place) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from float16_range import CASE, range_call
 from marlin_moe.kernels.arguments import MoEArguments
 from marlin_moe.kernels.backends.cuda_moe import run_variant
 from marlin_moe.kernels.backends.prefill import build_spec, route_spec
@@ -135,6 +136,13 @@ def test_everything_pairwise(item: Tiled) -> None:
     check(item.case, call, got, DenseMoE(made)(call), limit=limit_of(item.case, call, made))
     again = run(item.case, made, call, item.tile)
     assert torch.equal(got, again), f"other bits the second time: {item}"
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("compiled")
+def test_float16_activations_beyond_its_range_are_infinite() -> None:
+    case = range_call("cuda:0")
+    case.check_infinite(run(CASE, case.made, case.call))
 
 
 @pytest.mark.gpu
