@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..kernels.checks import check_type
 from ..kernels.device import usable_device
 from ..kernels.layer import MarlinMoELayer
-from ..repack.check import expert_facts
 from ..repack.checkpoint import shorten
-from ..repack.errors import CheckpointError, ExpertsError, MarlinMoEWarning
+from ..repack.errors import CheckpointError, MarlinMoEError, MarlinMoEWarning
 from ..repack.model_path import model_path
-from ..repack.process import Recipe, update_weights_
+from ..repack.process import check_update, update_weights_
 from ..repack.states import ExpertTensors
 from .errors import ModelError
 from .model_source import ModelSource
@@ -106,10 +106,15 @@ def update_weights(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) 
             experts of the layers named. Other layers stay as they are.
 
     Raises:
+        TypeError: `tensors` is no mapping of names to tensors.
         ModelError: no such module in the model; names that lie below none of them.
-        ExpertsError: as `update_weights_`. Names, shapes and dtypes of all layers are checked before the
-            first one changes, values of a layer before that layer does.
+        ExpertsError, LayerError: as `update_weights_`. Names, shapes, dtypes and formats of all layers are
+            checked before the first one changes, values of a layer (scales that are not finite) before that
+            layer does; a note says which layers were updated before.
     """
+    check_type("model", model, torch.nn.Module)
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"tensors: expected a mapping of names to tensors, got {type(tensors).__name__}.")
     layers = expert_layers(model)
     if not layers:
         raise ModelError(
@@ -119,6 +124,8 @@ def update_weights(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) 
     of_module: dict[str, dict[str, torch.Tensor]] = {}
     strange = []
     for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise TypeError(f"tensors: expected keys that are str, got {type(name).__name__} {name!r}.")
         module = next((module for module in layers if name.startswith(f"{module}.")), None)
         if module is None:
             strange.append(name)
@@ -133,14 +140,12 @@ def update_weights(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) 
         module: ExpertTensors.from_mapping(below, module=module) for module, below in of_module.items()
     }
     for module, new in experts.items():
-        recipe = layers[module].recipe
-        if isinstance(recipe, Recipe):
-            expert_facts(new, recipe.scheme)
+        check_update(layers[module], new)
     done: list[str] = []
     for module, new in experts.items():
         try:
             update_weights_(layers[module], new)
-        except ExpertsError as error:
+        except MarlinMoEError as error:
             if done:
                 error.add_note(f"These layers were updated before: {shorten(done)}.")
             raise

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from ..kernels.layer import Shard
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, shorten
 from .errors import ExpertsError, PipelineError
 from .experts.find import ExpertsModule, below, find_experts
 from .experts.fused_source import FusedSource
@@ -138,6 +138,17 @@ class ExpertTensors:
         if dtype is None and isinstance(source, Checkpoint):
             return source.tensors[self.full_name(self.stored_key(key))].dtype
         return dtype_name(dtype)
+
+    def check_values(self) -> None:
+        """Raise ExpertsError where tensors in memory lie on meta, which has no values to make a layer of."""
+        source = self.source.source if isinstance(self.source, FusedSource) else self.source
+        tensors = source.tensors if isinstance(source, MappingSource) else {}
+        empty = [name for name, tensor in tensors.items() if tensor.is_meta]
+        if empty:
+            raise ExpertsError(
+                f"{self.name}: expected tensors with values, because a layer is made of them, got "
+                f"{shorten(empty)} on meta. Load the tensors onto a device first."
+            )
 
     def read_into(self, key: str, out: torch.Tensor) -> None:
         """Fill `out` (CPU, contiguous) with the tensor at `key` below the module."""
