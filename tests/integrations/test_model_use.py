@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -150,6 +151,46 @@ def test_experts_where_the_model_has_none(tmp_path: Path) -> None:
     expected = r"Qwen3MoeForCausalLM: expected experts modules where .*layers\.0\.moe\.experts"
     with pytest.raises(MarlinMoEError, match=expected):
         load_model(folder)
+
+
+def altered(tmp_path: Path, **tensors: torch.Tensor) -> Path:
+    """The golden checkpoint with other tensors."""
+    folder = edited(tmp_path)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.layers.0.mlp.gate.weight", (4, 256)),
+        ("model.layers.1.mlp.gate.weight", (16, 256)),
+        ("model.norm.weight", (1,)),
+        ("model.layers.0.input_layernorm.weight", (1,)),
+        ("model.embed_tokens.weight", (300, 256)),
+        ("lm_head.weight", (100, 256)),
+    ],
+)
+def test_a_plain_weight_of_another_shape(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Some of them broadcast, so that the model would run."""
+    found = rf"{name}: expected \(.*\), which config\.json says, got {re.escape(str(shape))}.*fetch both"
+    with pytest.raises(MarlinMoEError, match=rf"(?s){found}"):
+        load_model(altered(tmp_path, **{name: torch.zeros(shape)}))
+
+
+@pytest.mark.parametrize(
+    ("key", "size", "name"),
+    [
+        ("num_attention_heads", 8, "q_proj"),
+        ("num_key_value_heads", 1, "k_proj"),
+        ("head_dim", 32, "q_proj"),
+        ("vocab_size", 300, "embed_tokens"),
+    ],
+)
+def test_a_config_of_other_sizes(key: str, size: int, name: str, tmp_path: Path) -> None:
+    with pytest.raises(MarlinMoEError, match=rf"{name}\.weight: expected \(.*which config\.json says, got"):
+        load_model(edited(tmp_path, **{key: size}))
 
 
 def test_other_sizes_than_the_configs_are_an_error(tmp_path: Path) -> None:
