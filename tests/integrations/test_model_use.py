@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from folders import golden
-from hf_checkpoints import Weights, weights_of, write_model
+from hf_checkpoints import FAMILIES, Weights, weights_of, write_model
 from marlin_moe import MarlinMoEError, MarlinMoEWarning, load_layers, repack_checkpoint
 from marlin_moe.integrations.transformers import load_model
 
@@ -67,6 +67,17 @@ def test_compiles_without_a_graph_break(model: Any) -> None:
     ops = [str(node.target) for node in graphs[0].graph.nodes if "marlin_moe" in str(node.target)]
     assert len(graphs) == 1
     assert len(ops) == model.config.num_hidden_layers, ops
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_under_autocast(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Autocast computes router weights in another dtype than hidden states have."""
+    model = load_model(write_model(tmp_path / "source", family), dtype=dtype)
+    expected = model(PROMPT).logits.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model(PROMPT).logits.float()
+    assert float((found - expected).norm() / expected.norm()) < 0.1
 
 
 def test_save_is_refused_with_the_reason(model: Any, tmp_path: Path) -> None:
