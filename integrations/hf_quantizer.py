@@ -156,7 +156,7 @@ def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def check_shapes(model: torch.nn.Module, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse loaded weights of other shapes than the config's; transformers lets a quantizer's model have any.
+    """Refuse weights of other shapes than the config's; transformers takes any where a quantizer loads.
 
     Raises:
         ModelError: weights of another shape, all in one text.
