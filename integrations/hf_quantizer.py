@@ -37,6 +37,7 @@ class MarlinMoEConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """What the quantizer is told: which experts to load, and how `load_layers` is called for them.
 
     Attributes:
+        built: the model stands on meta; from here on errors are not of its config.
         shapes: of every other weight, as the model's config says; empty until the model is built.
     """
 
@@ -46,6 +47,7 @@ class MarlinMoEConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.quant_method = METHOD
         self.experts = experts
         self.options = dict(options or {})
+        self.built = False
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,6 +72,7 @@ class MarlinMoEQuantizer(HfQuantizer):  # type: ignore[misc]
         return {"": self.quantization_config.options["device"]}
 
     def _process_model_before_weight_loading(self, model: torch.nn.Module, **_: Any) -> None:
+        self.quantization_config.built = True
         options = dict(self.quantization_config.options)
         path, device = options.pop("path"), options.pop("device")
         places = experts_places(model, self.quantization_config.experts)

@@ -21,6 +21,21 @@ from .states import Context, ExpertFacts, ExpertTensors, State
 LAYER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """Raise unless `dtype` is one that scales and activations may have, or None.
+
+    Raises:
+        TypeError: no torch.dtype, such as its name.
+        ExpertsError: another one.
+    """
+    if dtype is None or dtype in LAYER_DTYPES:
+        return
+    expected = "dtype: expected torch.bfloat16, torch.float16, torch.float32 or None (the source's)"
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{expected}, got {type(dtype).__name__} {dtype!r}.")
+    raise ExpertsError(f"{expected}, got {dtype}.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """How a layer was made from checkpoint tensors, carried by the layer for `update_weights_`."""
@@ -44,10 +59,7 @@ class Recipe:
         check_type("top_k", self.top_k, int, optional=True)
         check_type("max_tokens", self.max_tokens, int)
         check_type("allow_dead_experts", self.allow_dead_experts, bool)
-        if self.dtype is not None and self.dtype not in LAYER_DTYPES:
-            raise ExpertsError(
-                f"dtype: expected bfloat16, float16, float32 or None (the source's), got {self.dtype}."
-            )
+        check_dtype(self.dtype)
 
     def run(self, experts: ExpertTensors, device: torch.device) -> MarlinMoELayer:
         """The finished layer of a layer's checkpoint tensors on `device`."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import re
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from folders import golden
+from edited_checkpoint import GOLDEN, edited
 from hf_checkpoints import FAMILIES, Weights, weights_of, write_model
 from marlin_moe import MarlinMoEError, MarlinMoEWarning, load_layers, repack_checkpoint
 from marlin_moe.integrations.transformers import load_model
 
-GOLDEN = golden("qwen3moe-w4a16-asym-g128")
 PROMPT = torch.tensor([[3, 99, 17, 201, 5, 64, 64, 130, 8]])
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 
@@ -28,14 +25,6 @@ GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 @pytest.fixture
 def model() -> Any:
     return load_model(GOLDEN, dtype=torch.float32)
-
-
-def edited(tmp_path: Path, **changes: Any) -> Path:
-    """The golden checkpoint with another config."""
-    folder = shutil.copytree(GOLDEN, tmp_path / "edited")
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def test_no_memory_is_taken_for_the_experts_weights(model: Any) -> None:
@@ -104,13 +93,6 @@ def test_from_pretrained_of_a_packed_directory_says_what_to_call(tmp_path: Path)
         AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
 
 
-def test_options_of_from_pretrained() -> None:
-    model = load_model(GOLDEN, attn_implementation="eager")
-    assert model.config._attn_implementation == "eager"
-    with pytest.raises(TypeError, match=r"options of from_pretrained .*, got device_map="):
-        load_model(GOLDEN, device_map="auto")
-
-
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MarlinMoEError, match=r"pip install 'marlin-moe\[transformers\]'"):
@@ -162,46 +144,6 @@ def test_experts_where_the_model_has_none(tmp_path: Path) -> None:
     expected = r"Qwen3MoeForCausalLM: expected experts modules where .*layers\.0\.moe\.experts"
     with pytest.raises(MarlinMoEError, match=expected):
         load_model(folder)
-
-
-def altered(tmp_path: Path, **tensors: torch.Tensor) -> Path:
-    """The golden checkpoint with other tensors."""
-    folder = edited(tmp_path)
-    file = folder / "model.safetensors"
-    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("model.layers.0.mlp.gate.weight", (4, 256)),
-        ("model.layers.1.mlp.gate.weight", (16, 256)),
-        ("model.norm.weight", (1,)),
-        ("model.layers.0.input_layernorm.weight", (1,)),
-        ("model.embed_tokens.weight", (300, 256)),
-        ("lm_head.weight", (100, 256)),
-    ],
-)
-def test_a_plain_weight_of_another_shape(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
-    """Some of them broadcast, so that the model would run."""
-    found = rf"{name}: expected \(.*\), which config\.json says, got {re.escape(str(shape))}.*fetch both"
-    with pytest.raises(MarlinMoEError, match=rf"(?s){found}"):
-        load_model(altered(tmp_path, **{name: torch.zeros(shape)}))
-
-
-@pytest.mark.parametrize(
-    ("key", "size", "name"),
-    [
-        ("num_attention_heads", 8, "q_proj"),
-        ("num_key_value_heads", 1, "k_proj"),
-        ("head_dim", 32, "q_proj"),
-        ("vocab_size", 300, "embed_tokens"),
-    ],
-)
-def test_a_config_of_other_sizes(key: str, size: int, name: str, tmp_path: Path) -> None:
-    with pytest.raises(MarlinMoEError, match=rf"{name}\.weight: expected \(.*which config\.json says, got"):
-        load_model(edited(tmp_path, **{key: size}))
 
 
 def test_other_sizes_than_the_configs_are_an_error(tmp_path: Path) -> None:
