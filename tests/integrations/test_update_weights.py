@@ -96,6 +96,17 @@ def test_nothing_changes_where_a_layer_would_be_another_one(fault: str, tmp_path
     torch.testing.assert_close(model(PROMPT).logits, before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("left", ["3.", "7.", "3.up_proj.", "0.up_proj.", "3.up_proj.weight_scale"])
+def test_what_was_not_passed_is_no_missing_shard(left: str, tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", "qwen3_moe")
+    tensors = {name: t for name, t in experts_of(source).items() if f".experts.{left}" not in name}
+    one = {name: t for name, t in experts_of(source).items() if f".experts.{left}" in name}
+    for some in (tensors, one):
+        with pytest.raises(MarlinMoEError) as caught:
+            update_weights(load_model(source), some)
+        assert "shard" not in str(caught.value)
+
+
 def test_a_model_loaded_in_inference_mode(tmp_path: Path) -> None:
     """Its tensors may be written too, inside that mode and outside."""
     old = write_model(tmp_path / "old", "qwen3_moe", seed=1)
