@@ -68,7 +68,9 @@ def load_model(
             `use_kernels`, `kernel_config`, `allow_all_kernels`.
 
     Returns:
-        The model in eval mode, without gradients. It cannot be saved, moved or converted.
+        The model in eval mode, without gradients. `save_pretrained` and `state_dict` are refused; deepcopy,
+        pickle and `torch.save` of the whole model take the experts along, `model.to(device)` moves them.
+        Another dtype is a matter of `dtype=`: on CUDA `model.to(dtype)` is refused.
 
     Raises:
         TypeError: an argument of another Python type; an option that would have no effect, such as

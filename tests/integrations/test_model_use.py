@@ -99,11 +99,23 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         load_model(GOLDEN)
 
 
-def test_a_copy_is_whole(model: Any) -> None:
+def test_a_copy_is_whole(model: Any, tmp_path: Path) -> None:
     """Pickled or copied, the experts go along."""
     expected = model(PROMPT).logits
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    torch.save(model, tmp_path / "model.pt")
+    saved = torch.load(tmp_path / "model.pt", weights_only=False)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), saved):
         torch.testing.assert_close(other(PROMPT).logits, expected, rtol=0, atol=0)
+
+
+def test_converted_on_a_cpu(model: Any) -> None:
+    expected = model(PROMPT).logits
+    for method in (model.half, model.float):
+        with pytest.raises(ValueError, match="not supported for quantized model"):
+            method()
+    found = model.to(torch.bfloat16)(PROMPT).logits
+    assert found.dtype == torch.bfloat16
+    assert float((found.float() - expected).norm() / expected.norm()) < 0.05
 
 
 def test_moves_with_its_model(model: Any) -> None:
