@@ -34,6 +34,8 @@ def marlin_moe_experts_forward(
     if not isinstance(self, MarlinExperts):
         plain: torch.Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return plain
+    if top_k_weights.dtype not in (torch.float32, hidden_states.dtype):  # autocast rounds the router alone
+        top_k_weights = top_k_weights.float()
     return fused_marlin_moe(hidden_states, self.layer, top_k_weights, top_k_index, activation=self.activation)
 
 

@@ -28,9 +28,18 @@ PROBES = ("gate_up_proj", *(f"0.{spelling.gate}.weight" for spelling in NUMBERED
 """Names below an experts module in a checkpoint, one of which transformers renames to the model's own."""
 
 
+MOST_SHOWN = 8
+"""Weights of wrong shapes that an error lists."""
+
+
 @register_quantization_config(METHOD)
 class MarlinMoEConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """What the quantizer is told: which experts to load, and how `load_layers` is called for them."""
+    """What the quantizer is told: which experts to load, and how `load_layers` is called for them.
+
+    Attributes:
+        built: the model stands on meta; from here on errors are not of its config.
+        shapes: of every other weight, as the model's config says; empty until the model is built.
+    """
 
     def __init__(
         self, experts: tuple[str, ...] = (), options: Mapping[str, Any] | None = None, **marker: Any
@@ -38,6 +47,8 @@ class MarlinMoEConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.quant_method = METHOD
         self.experts = experts
         self.options = dict(options or {})
+        self.built = False
+        self.shapes: dict[str, tuple[int, ...]] = {}
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: the marker of a packed checkpoint."""
@@ -61,6 +72,7 @@ class MarlinMoEQuantizer(HfQuantizer):  # type: ignore[misc]
         return {"": self.quantization_config.options["device"]}
 
     def _process_model_before_weight_loading(self, model: torch.nn.Module, **_: Any) -> None:
+        self.quantization_config.built = True
         options = dict(self.quantization_config.options)
         path, device = options.pop("path"), options.pop("device")
         places = experts_places(model, self.quantization_config.experts)
@@ -68,8 +80,10 @@ class MarlinMoEQuantizer(HfQuantizer):  # type: ignore[misc]
             layers = load_layers(path, device, only=list(places), **options)
         for name, place in places.items():
             put_layer(model, place, layers[name])
+        self.quantization_config.shapes = shapes_of(model)
 
     def _process_model_after_weight_loading(self, model: torch.nn.Module, **_: Any) -> None:
+        check_shapes(model, self.quantization_config.shapes)
         for module in model.modules():
             if isinstance(module, MarlinExperts):
                 module.loaded = True
@@ -137,3 +151,28 @@ def put_layer(model: torch.nn.Module, place: str, layer: MarlinMoELayer) -> None
             f"got {found} in {layer.recipe.module}. The config is of another checkpoint."
         )
     model.set_submodule(place, MarlinExperts(experts.config, layer, activation))
+
+
+def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Weight -> its shape, of everything but the experts that layers hold."""
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def check_shapes(model: torch.nn.Module, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse weights of other shapes than the config's; transformers takes any where a quantizer loads.
+
+    Raises:
+        ModelError: weights of another shape, all in one text.
+    """
+    found = shapes_of(model)
+    problems = [
+        f"{name}: expected {shape}, which config.json says, got {found[name]}."
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    if problems:
+        more = f"\n{len(problems) - MOST_SHOWN} weights more." if len(problems) > MOST_SHOWN else ""
+        raise ModelError(
+            "\n".join(problems[:MOST_SHOWN])
+            + f"{more}\nThe config is of another checkpoint, or the file is altered; fetch both again."
+        )

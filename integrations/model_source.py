@@ -26,6 +26,7 @@ class ModelSource:
         path: the directory.
         checkpoint: its config, index and tensors.
         config: `config.json` of the source checkpoint, also where it is packed.
+        config_file: where that stands.
         experts: names of the modules whose experts are quantized, as in the checkpoint.
 
     Raises:
@@ -38,7 +39,8 @@ class ModelSource:
         packed = is_packed(self.path)
         manifest = Manifest.read(self.path) if packed else None
         self.checkpoint = Checkpoint(self.path)
-        self.config = read_json(self.path / SOURCE_CONFIG) if packed else self.checkpoint.config
+        self.config_file = self.path / (SOURCE_CONFIG if packed else "config.json")
+        self.config = read_json(self.config_file) if packed else self.checkpoint.config
         if manifest is not None:
             self.experts = tuple(layer.module for layer in manifest.layers)
         else:

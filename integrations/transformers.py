@@ -11,26 +11,39 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..kernels.checks import check_type
 from ..kernels.device import usable_device
 from ..kernels.layer import MarlinMoELayer
-from ..repack.check import expert_facts
 from ..repack.checkpoint import shorten
-from ..repack.errors import CheckpointError, ExpertsError, MarlinMoEWarning
+from ..repack.errors import CheckpointError, MarlinMoEError, MarlinMoEWarning
 from ..repack.model_path import model_path
-from ..repack.process import Recipe, update_weights_
+from ..repack.process import check_dtype, check_update, update_weights_
 from ..repack.states import ExpertTensors
 from .errors import ModelError
+from .model_class import generation_config, model_class, model_dtype, one_line
 from .model_source import ModelSource
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-OWN_OPTIONS = frozenset(
-    {"config", "state_dict", "quantization_config", "experts_implementation", "device_map", "torch_dtype"}
-    | {"generation_config", "output_loading_info", "tp_plan", "tp_size", "distributed_config", "gguf_file"}
-)
-"""Arguments of from_pretrained that `load_model` sets itself, or that ask for another way of loading."""
+OPTIONS = ("attn_implementation", "use_kernels", "kernel_config", "allow_all_kernels")
+"""Arguments of from_pretrained that mean the same here."""
+
+INSTEAD = {
+    "revision": "Write path as org/model@revision.",
+    "subfolder": "Write the folder into path.",
+    "device_map": "Pass device=.",
+    "max_memory": "Pass device=: the model lies on one device.",
+    "torch_dtype": "Pass dtype=.",
+    "config": "Change config.json in a copy of the directory.",
+    "generation_config": "Set model.generation_config, or pass it to generate().",
+    "cache_dir": "Set HF_HUB_CACHE.",
+    "token": "Set HF_TOKEN.",
+    "local_files_only": "Set HF_HUB_OFFLINE=1.",
+    "trust_remote_code": "Models that bring their own code are not loaded.",
+}
+"""What to do for an argument of from_pretrained that would have no effect here."""
 
 
 def load_model(
@@ -51,33 +64,52 @@ def load_model(
         device: where the model lies: one device.
         dtype: of activations and plain weights; by default the config's.
         max_tokens: tokens that one pass of the op takes; more run in chunks.
-        options: for `from_pretrained`, such as `attn_implementation="sdpa"`.
+        options: of `from_pretrained`, those that mean the same here: `attn_implementation="sdpa"`,
+            `use_kernels`, `kernel_config`, `allow_all_kernels`.
 
     Returns:
-        The model in eval mode, without gradients. It cannot be saved, moved or converted.
+        The model in eval mode, without gradients. `save_pretrained` and `state_dict` are refused; deepcopy,
+        pickle and `torch.save` of the whole model take the experts along, `model.to(device)` moves them.
+        Another dtype is a matter of `dtype=`: on CUDA `model.to(dtype)` is refused.
 
     Raises:
-        TypeError: an option that load_model sets itself, such as `device_map`.
-        ModelError: transformers is missing or does not know the model; weights that the checkpoint lacks;
-            experts that the op cannot stand for.
+        TypeError: an argument of another Python type; an option that would have no effect, such as
+            `device_map` or `revision`: it says what to do instead.
+        ModelError: transformers is missing or does not know the model, or does not take its config; weights
+            that the checkpoint lacks, or that have other shapes than the config says; experts that the op
+            cannot stand for.
         MarlinMoEError: as `load_layers`.
     """
     require_transformers()
-    taken = sorted(OWN_OPTIONS & options.keys())
-    if taken:
+    strange = [name for name in options if name not in OPTIONS]
+    if strange:
         raise TypeError(
-            f"load_model: expected options of from_pretrained that it does not set itself, got {taken[0]}=."
+            f"load_model: expected options of from_pretrained that have an effect here "
+            f"({', '.join(OPTIONS)}), got {strange[0]}=. {INSTEAD.get(strange[0], 'Leave it out.')}"
         )
+    check_dtype(dtype)
     target = usable_device(device)
+    if target.type == "meta":
+        raise ModelError(
+            "device: expected one that holds values, because the model is to run, got meta. For shapes alone "
+            "load it onto the CPU and move it: model.to('meta')."
+        )
     with ModelSource(model_path(path)) as source:
         if not source.experts:
             raise CheckpointError(
                 f"{source.path}: expected routed experts with packed weights, got none. This is no WNA16 MoE "
                 "checkpoint; transformers loads it itself."
             )
-        model_class, config = _model_class(source)
-        model_dtype = dtype or _dtype(config)
-        model, found = _from_pretrained(model_class, config, source, target, model_dtype, max_tokens, options)
+        cls, config = model_class(source)
+        model, found = _from_pretrained(
+            cls,
+            config,
+            source,
+            device=target,
+            dtype=dtype or model_dtype(source, config),
+            max_tokens=max_tokens,
+            options=options,
+        )
         missing = sorted(found["missing_keys"] | {key for key, *_ in found["mismatched_keys"]})
         if missing:
             raise ModelError(
@@ -106,10 +138,15 @@ def update_weights(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) 
             experts of the layers named. Other layers stay as they are.
 
     Raises:
+        TypeError: `tensors` is no mapping of names to tensors.
         ModelError: no such module in the model; names that lie below none of them.
-        ExpertsError: as `update_weights_`. Names, shapes and dtypes of all layers are checked before the
-            first one changes, values of a layer before that layer does.
+        ExpertsError, LayerError: as `update_weights_`. Names, shapes, dtypes and formats of all layers are
+            checked before the first one changes, values of a layer (scales that are not finite) before that
+            layer does; a note says which layers were updated before.
     """
+    check_type("model", model, torch.nn.Module)
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"tensors: expected a mapping of names to tensors, got {type(tensors).__name__}.")
     layers = expert_layers(model)
     if not layers:
         raise ModelError(
@@ -119,6 +156,8 @@ def update_weights(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) 
     of_module: dict[str, dict[str, torch.Tensor]] = {}
     strange = []
     for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise TypeError(f"tensors: expected keys that are str, got {type(name).__name__} {name!r}.")
         module = next((module for module in layers if name.startswith(f"{module}.")), None)
         if module is None:
             strange.append(name)
@@ -133,14 +172,12 @@ def update_weights(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) 
         module: ExpertTensors.from_mapping(below, module=module) for module, below in of_module.items()
     }
     for module, new in experts.items():
-        recipe = layers[module].recipe
-        if isinstance(recipe, Recipe):
-            expert_facts(new, recipe.scheme)
+        check_update(layers[module], new)
     done: list[str] = []
     for module, new in experts.items():
         try:
             update_weights_(layers[module], new)
-        except ExpertsError as error:
+        except MarlinMoEError as error:
             if done:
                 error.add_note(f"These layers were updated before: {shorten(done)}.")
             raise
@@ -165,76 +202,49 @@ def require_transformers() -> None:
         ) from error
 
 
-def _model_class(source: ModelSource) -> "tuple[type[PreTrainedModel], PretrainedConfig]":
-    """(model class, config): the class that config.json names, else the one transformers has for its type."""
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    )
-
-    raw = source.plain_config()
-    name = next(iter(raw.get("architectures") or ()), None)
-    kind = raw.get("model_type")
-    named = getattr(transformers, str(name), None)
-    if kind in CONFIG_MAPPING:
-        config = CONFIG_MAPPING[kind].from_dict(raw)
-    elif named is not None:  # kimi_k2 is DeepSeek-V3 under another name
-        config = named.config_class.from_dict({k: v for k, v in raw.items() if k != "model_type"})
-    else:
-        raise ModelError(
-            f"{source.path / 'config.json'}: expected a model of transformers {transformers.__version__}, "
-            f"got model_type {kind!r} of {name}. Models that bring their own code are not loaded."
-        )
-    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
-        if named is None and type(config) in mapping:
-            named = mapping[type(config)]
-    if named is None:
-        raise ModelError(
-            f"{source.path / 'config.json'}: expected a model that generates text, got {name} ({kind})."
-        )
-    return named, config
-
-
-def _dtype(config: "PretrainedConfig") -> torch.dtype:
-    """The config's dtype, or that of its language model; bfloat16 where it has none."""
-    found = config.dtype or config.get_text_config().dtype
-    return found if isinstance(found, torch.dtype) else torch.bfloat16
-
-
 def _from_pretrained(
-    model_class: "type[PreTrainedModel]",
+    cls: "type[PreTrainedModel]",
     config: "PretrainedConfig",
     source: ModelSource,
+    *,
     device: torch.device,
     dtype: torch.dtype,
     max_tokens: int,
     options: Mapping[str, Any],
 ) -> "tuple[PreTrainedModel, dict[str, Any]]":
-    from transformers import GenerationConfig
-
+    """(model, what from_pretrained says of its keys); ModelError where the class cannot be built."""
     from .hf_experts import IMPLEMENTATION
     from .hf_quantizer import MarlinMoEConfig
 
-    layer_options = {
-        "path": source.path,
-        "device": device,
-        "dtype": None if dtype is torch.float32 else dtype,  # the reference takes scales of any dtype
-        "max_tokens": max_tokens,
-    }
-    generation = None
-    if (source.path / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(source.path)
-    model, found = model_class.from_pretrained(
-        None,
-        config=config,
-        state_dict=source.rest(device),
-        quantization_config=MarlinMoEConfig(experts=source.experts, options=layer_options),
-        experts_implementation=IMPLEMENTATION,
-        dtype=dtype,
-        generation_config=generation,
-        output_loading_info=True,
-        **options,
+    quantization = MarlinMoEConfig(
+        experts=source.experts,
+        options={
+            "path": source.path,
+            "device": device,
+            "dtype": None if dtype is torch.float32 else dtype,  # the reference takes scales of any dtype
+            "max_tokens": max_tokens,
+        },
     )
+    generation = generation_config(source)
+    try:
+        model, found = cls.from_pretrained(
+            None,
+            config=config,
+            state_dict=source.rest(device),
+            quantization_config=quantization,
+            experts_implementation=IMPLEMENTATION,
+            dtype=dtype,
+            generation_config=generation,
+            output_loading_info=True,
+            **options,
+        )
+    except Exception as error:
+        if quantization.built or isinstance(error, MarlinMoEError):
+            raise
+        asked = "".join(f", {name}={value!r}" for name, value in options.items())
+        raise ModelError(
+            f"{source.config_file}: expected a config that transformers builds a {cls.__name__} of{asked}, "
+            f"got an error from it: {one_line(error)} Mend the file or fetch it again"
+            f"{', or leave the option out' if asked else ''}."
+        ) from error
     return model, found

@@ -302,6 +302,21 @@ class MarlinMoELayer:
             TypeError: `other` is no layer.
             LayerError: the layers differ in a fact, shape, dtype or in what is present; nothing was written.
         """
+        problems = self.update_problems(other)
+        if problems:
+            raise LayerError("update_: the layers differ, nothing was written.\n" + "\n".join(problems))
+        theirs = dict(other.tensors())
+        with torch.inference_mode():  # in it tensors may be written that were made in it, and all others
+            for name, tensor in self.tensors():
+                tensor.copy_(theirs[name])
+        return self
+
+    def update_problems(self, other: "MarlinMoELayer") -> list[str]:
+        """What keeps `other`, also one on meta, from being copied into this layer: a line each, or nothing.
+
+        Raises:
+            TypeError: `other` is no layer.
+        """
         check_type("update_: other", other, MarlinMoELayer)
         mine, theirs = dict(self.tensors()), dict(other.tensors())
         problems = [
@@ -316,13 +331,7 @@ class MarlinMoELayer:
         for name in ("w13", "w2"):
             if (want := getattr(self, name).format) != (got := getattr(other, name).format):
                 problems.append(f"{name}: expected {want}, got {got}.")
-        if problems:
-            raise LayerError(
-                "update_: the layers differ, nothing was written.\n" + "\n".join(sorted(problems))
-            )
-        for name, tensor in mine.items():
-            tensor.copy_(theirs[name])
-        return self
+        return sorted(problems)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is made as any other layer: it is checked, and the registered op finds it."""

@@ -93,9 +93,16 @@ def _missing_experts(experts: ExpertTensors) -> str | None:
     more = f" and {count - len(first)} more" if count > len(first) else ""
     return (
         f"{experts.name}: expected experts 0 .. {seen[-1]} without a gap, got {len(seen)} experts without "
-        f"{', '.join(map(str, first))}{more}. A shard of the checkpoint is missing; fetch it again."
+        f"{', '.join(map(str, first))}{more}. {_find_rest(experts)}"
         f"{experts.module.fewer_tensors}"
     )
+
+
+def _find_rest(experts: ExpertTensors) -> str:
+    """What to do where tensors are missing."""
+    if experts.in_memory:
+        return "Pass the tensors of all experts of the layer."
+    return "A shard is missing; fetch it again."
 
 
 def _sizes(experts: ExpertTensors, scheme: QuantScheme, method: QuantMethod) -> tuple[int, int]:
@@ -124,7 +131,8 @@ def _sizes(experts: ExpertTensors, scheme: QuantScheme, method: QuantMethod) -> 
                 )
             elif expert == experts.module.experts[0] and projection != spelling.gate:
                 raise ExpertsError(
-                    f"{experts.label(key)}: expected in the checkpoint, got nothing. A shard is missing."
+                    f"{experts.label(key)}: expected a tensor, because every expert has one, got nothing. "
+                    f"{_find_rest(experts)}"
                 )
     hidden, intermediate = (
         max(rows[name], key=lambda size: (rows[name][size], columns[name][size]))
@@ -164,8 +172,8 @@ def _tensor_problems(
     if missing:
         yield (
             f"{experts.name}: expected {len(missing)} tensors more, because every expert is "
-            f"{where[spelling.gate]}, got none of {shorten(_stored(experts, missing))}. A shard is missing, "
-            "or the config is of another checkpoint."
+            f"{where[spelling.gate]}, got none of {shorten(_stored(experts, missing))}. "
+            f"{_find_rest(experts)} Or the config is of another checkpoint."
         )
     left_over = [key for key in experts.shapes if key not in wanted]
     if left_over:

@@ -28,6 +28,9 @@ QUANTIZED_FIELDS = frozenset(
 MEANT = frozenset({"weight_packed", "weight_scale", "qweight", "scales"})
 """Of these, those without which a linear is not quantized."""
 
+SCALES = frozenset({"weight_scale", "weight_global_scale", "scales"})
+"""Of these, what weights are multiplied by, or divided by."""
+
 
 def quantized_linears(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Linear -> its fields, of every quantized linear among tensor names; the bias is left where it is."""
@@ -51,7 +54,8 @@ def dequantized(
 
     Raises:
         SchemeError: the config does not quantize this linear, or in a way that nothing here can read.
-        ExpertsError: a tensor that is missing or does not fit; all problems of the linear in one text.
+        ExpertsError: a tensor that is missing or does not fit, all problems of the linear in one text; scales
+            that are not finite, or all zero.
     """
     kind = str(quantization_config.get("quant_method", "compressed-tensors"))
     method = METHODS.get(kind)
@@ -78,6 +82,7 @@ def dequantized(
     problems = [text for field in fields.values() if (text := _problem(name, field, tensors.get(field.name)))]
     if problems:
         raise ExpertsError(report(name, problems))
+    _check_scales(name, tensors)
     # a zero point of 16, which GPTQ can store, needs more than 4 bits
     bits = scheme.bits if isinstance(method, CompressedTensors) else 8
     canonical = {
@@ -118,6 +123,22 @@ def _problem(name: str, field: Field, tensor: torch.Tensor | None) -> str | None
     return f"{expected}, as quantization_config says, got {found}. The checkpoint and its config disagree."
 
 
+def _check_scales(name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise ExpertsError where scales are not finite, or all zero: as of routed experts."""
+    for field in sorted(SCALES & tensors.keys()):
+        values = tensors[field]
+        if not values.is_floating_point():
+            continue
+        broken = int((~torch.isfinite(values.float())).sum())
+        if broken or not values.float().any():
+            found = f"{broken} NaN or Inf" if broken else "nothing but zeros"
+            raise ExpertsError(
+                f"{name}.{field}: expected finite values, not all zero, because weights are multiplied by "
+                f"them, got {found} among {values.numel()}. The file is damaged (fetch it again), or was "
+                "quantized wrongly (quantize again)."
+            )
+
+
 def _decompressed(name: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> torch.Tensor:
     """float32 [N, K] by compressed-tensors itself: formats that Marlin does not run."""
     from compressed_tensors.compressors import BaseCompressor
@@ -134,6 +155,7 @@ def _decompressed(name: str, tensors: Mapping[str, torch.Tensor], config: Mappin
             f"{', '.join(sorted(tensors))}, got no group that does, or it is ignored. The config is of "
             "another checkpoint."
         )
+    _check_scales(name, tensors)
     try:
         scheme = QuantizationScheme.model_validate(config["config_groups"][group])
         form = scheme.format or infer_module_format(torch.nn.Linear, scheme)

@@ -8,6 +8,7 @@ import torch
 
 from ..kernels.checks import check_type
 from ..kernels.device import usable_device
+from ..kernels.errors import LayerError
 from ..kernels.layer import WHOLE, MarlinMoELayer, Shard
 from .assemble import assemble_layer
 from .blocks import LayerMemory, run_blocks
@@ -18,6 +19,21 @@ from .scheme import QuantScheme
 from .states import Context, ExpertFacts, ExpertTensors, State
 
 LAYER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """Raise unless `dtype` is one that scales and activations may have, or None.
+
+    Raises:
+        TypeError: no torch.dtype, such as its name.
+        ExpertsError: another one.
+    """
+    if dtype is None or dtype in LAYER_DTYPES:
+        return
+    expected = "dtype: expected torch.bfloat16, torch.float16, torch.float32 or None (the source's)"
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{expected}, got {type(dtype).__name__} {dtype!r}.")
+    raise ExpertsError(f"{expected}, got {dtype}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +59,12 @@ class Recipe:
         check_type("top_k", self.top_k, int, optional=True)
         check_type("max_tokens", self.max_tokens, int)
         check_type("allow_dead_experts", self.allow_dead_experts, bool)
-        if self.dtype is not None and self.dtype not in LAYER_DTYPES:
-            raise ExpertsError(
-                f"dtype: expected bfloat16, float16, float32 or None (the source's), got {self.dtype}."
-            )
+        check_dtype(self.dtype)
 
     def run(self, experts: ExpertTensors, device: torch.device) -> MarlinMoELayer:
         """The finished layer of a layer's checkpoint tensors on `device`."""
+        if device.type != "meta":
+            experts.check_values()
         facts = expert_facts(experts, self.scheme)
         context = self.context(facts, device)
         memory = LayerMemory(device)
@@ -150,7 +165,36 @@ def update_weights_(
         TypeError: `layer` is no layer, `experts` no mapping of names to tensors.
         SchemeError: the layer was made by `from_marlin` and has no recipe.
         ExpertsError: as in `process_weights`; the layer is unchanged.
+        LayerError: they make a layer of other sizes, dtypes or format; the layer is unchanged.
     """
+    recipe = _recipe(layer)
+    if not isinstance(experts, ExpertTensors):
+        experts = ExpertTensors.from_mapping(experts, module=recipe.module)
+    return layer.update_(recipe.run(experts, layer.device))
+
+
+def check_update(layer: MarlinMoELayer, experts: ExpertTensors) -> None:
+    """Raise as `update_weights_` does for names, shapes, dtypes and formats; no weight is read or written.
+
+    So that several layers can be looked at before the first one changes. What is left for `update_weights_`
+    to find is values that no layer can have.
+    """
+    recipe = _recipe(layer)
+    if layer.device.type != "meta":
+        experts.check_values()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MarlinMoEWarning)  # said by update_weights_
+        problems = layer.update_problems(recipe.run(experts, torch.device("meta")))
+    if problems:
+        raise LayerError(
+            f"{recipe.module}: expected new weights of the layer's sizes, dtypes and format, because they go "
+            "into its storage, got others; nothing was written. Load these weights as a model of their own.\n"
+            + "\n".join(problems)
+        )
+
+
+def _recipe(layer: MarlinMoELayer) -> Recipe:
+    """How the layer was made; SchemeError where nothing says so."""
     check_type("layer", layer, MarlinMoELayer)
     if not isinstance(layer.recipe, Recipe):
         raise SchemeError(
@@ -158,6 +202,4 @@ def update_weights_(
             "through, got one without a recipe (from_marlin). Make a layer of the new weights and use "
             "layer.update_(other)."
         )
-    if not isinstance(experts, ExpertTensors):
-        experts = ExpertTensors.from_mapping(experts, module=layer.recipe.module)
-    return layer.update_(layer.recipe.run(experts, layer.device))
+    return layer.recipe

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from ..kernels.layer import Shard
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, shorten
 from .errors import ExpertsError, PipelineError
 from .experts.find import ExpertsModule, below, find_experts
 from .experts.fused_source import FusedSource
@@ -110,6 +110,16 @@ class ExpertTensors:
         """The module's name in the checkpoint."""
         return self.module.name
 
+    @property
+    def stored_in(self) -> Any:
+        """The checkpoint, or the `MappingSource` of tensors in memory; also of experts in 3-D tensors."""
+        return self.source.source if isinstance(self.source, FusedSource) else self.source
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether somebody passed the tensors, so that what is missing was not passed."""
+        return isinstance(self.stored_in, MappingSource)
+
     def full_name(self, key: str) -> str:
         """The name in the checkpoint of a key below the module."""
         return f"{self.name}.{key}" if self.name else key
@@ -134,10 +144,21 @@ class ExpertTensors:
     def dtype_name(self, key: str) -> str:
         """The dtype of a key for messages, in safetensors' spelling, also where torch has none."""
         dtype = self.shapes[key][0]
-        source = self.source.source if isinstance(self.source, FusedSource) else self.source
+        source = self.stored_in
         if dtype is None and isinstance(source, Checkpoint):
             return source.tensors[self.full_name(self.stored_key(key))].dtype
         return dtype_name(dtype)
+
+    def check_values(self) -> None:
+        """Raise ExpertsError where tensors in memory lie on meta, which has no values to make a layer of."""
+        source = self.stored_in
+        tensors = source.tensors if isinstance(source, MappingSource) else {}
+        empty = [name for name, tensor in tensors.items() if tensor.is_meta]
+        if empty:
+            raise ExpertsError(
+                f"{self.name}: expected tensors with values, because a layer is made of them, got "
+                f"{shorten(empty)} on meta. Load the tensors onto a device first."
+            )
 
     def read_into(self, key: str, out: torch.Tensor) -> None:
         """Fill `out` (CPU, contiguous) with the tensor at `key` below the module."""

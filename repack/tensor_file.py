@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -186,6 +186,13 @@ class TensorFile:
     def fileno(self) -> int:
         """The descriptor."""
         return self._fd
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse: a copy would close the descriptor that it shares, or what has that number by then."""
+        raise TypeError(
+            f"{self.path}: expected an open file to stay in its process, because it holds a descriptor, got "
+            "an attempt to copy or pickle it. Copy the path and open that."
+        )
 
     def close(self) -> None:
         """Close the file; reads fail afterwards."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from folders import golden
-from hf_checkpoints import Weights, weights_of, write_model
+from edited_checkpoint import GOLDEN, edited
+from hf_checkpoints import FAMILIES, Weights, weights_of, write_model
 from marlin_moe import MarlinMoEError, MarlinMoEWarning, load_layers, repack_checkpoint
 from marlin_moe.integrations.transformers import load_model
 
-GOLDEN = golden("qwen3moe-w4a16-asym-g128")
 PROMPT = torch.tensor([[3, 99, 17, 201, 5, 64, 64, 130, 8]])
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 
@@ -27,14 +25,6 @@ GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 @pytest.fixture
 def model() -> Any:
     return load_model(GOLDEN, dtype=torch.float32)
-
-
-def edited(tmp_path: Path, **changes: Any) -> Path:
-    """The golden checkpoint with another config."""
-    folder = shutil.copytree(GOLDEN, tmp_path / "edited")
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def test_no_memory_is_taken_for_the_experts_weights(model: Any) -> None:
@@ -68,6 +58,17 @@ def test_compiles_without_a_graph_break(model: Any) -> None:
     assert len(ops) == model.config.num_hidden_layers, ops
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_under_autocast(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Autocast computes router weights in another dtype than hidden states have."""
+    model = load_model(write_model(tmp_path / "source", family), dtype=dtype)
+    expected = model(PROMPT).logits.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model(PROMPT).logits.float()
+    assert float((found - expected).norm() / expected.norm()) < 0.1
+
+
 def test_save_is_refused_with_the_reason(model: Any, tmp_path: Path) -> None:
     with pytest.raises(MarlinMoEError, match=r"a saved one would lack its experts.*marlin-moe unpack"):
         model.save_pretrained(tmp_path / "saved")
@@ -92,24 +93,29 @@ def test_from_pretrained_of_a_packed_directory_says_what_to_call(tmp_path: Path)
         AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
 
 
-def test_options_of_from_pretrained() -> None:
-    model = load_model(GOLDEN, attn_implementation="eager")
-    assert model.config._attn_implementation == "eager"
-    with pytest.raises(TypeError, match=r"options of from_pretrained .*, got device_map="):
-        load_model(GOLDEN, device_map="auto")
-
-
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MarlinMoEError, match=r"pip install 'marlin-moe\[transformers\]'"):
         load_model(GOLDEN)
 
 
-def test_a_copy_is_whole(model: Any) -> None:
+def test_a_copy_is_whole(model: Any, tmp_path: Path) -> None:
     """Pickled or copied, the experts go along."""
     expected = model(PROMPT).logits
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    torch.save(model, tmp_path / "model.pt")
+    saved = torch.load(tmp_path / "model.pt", weights_only=False)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), saved):
         torch.testing.assert_close(other(PROMPT).logits, expected, rtol=0, atol=0)
+
+
+def test_converted_on_a_cpu(model: Any) -> None:
+    expected = model(PROMPT).logits
+    for method in (model.half, model.float):
+        with pytest.raises(ValueError, match="not supported for quantized model"):
+            method()
+    found = model.to(torch.bfloat16)(PROMPT).logits
+    assert found.dtype == torch.bfloat16
+    assert float((found.float() - expected).norm() / expected.norm()) < 0.05
 
 
 def test_moves_with_its_model(model: Any) -> None:

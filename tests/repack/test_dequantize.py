@@ -85,6 +85,26 @@ def test_formats_that_marlin_does_not_run(bits: int, group_size: int) -> None:
     assert int(steps.round().min()) == -(2 ** (bits - 1))
 
 
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [(float("nan"), "1 NaN or Inf"), (float("inf"), "1 NaN or Inf"), (0.0, "nothing but zeros")],
+)
+@pytest.mark.parametrize("bits", [4, 3])  # 3: read by compressed-tensors
+def test_scales_that_no_linear_can_have(bits: int, value: float, found: str) -> None:
+    weights = Weights(bits=bits, group_size=32)
+    fields = compress(torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16(), weights)
+    scales = fields["weight_scale"]
+    scales[5 if value else slice(None), 1 if value else slice(None)] = value
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights.as_config()}},
+    }
+    expected = rf"model\.v_proj\.weight_scale: expected finite values, not all zero.*got {found} among 192"
+    with pytest.raises(MarlinMoEError, match=expected):
+        dequantized("model.v_proj", fields, config)
+
+
 def test_a_method_without_a_reader() -> None:
     with pytest.raises(MarlinMoEError, match="expected one of compressed-tensors, gptq, awq, got 'hqq'"):
         dequantized("a", {"weight_packed": torch.zeros(1)}, {"quant_method": "hqq"})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
+import pickle
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +51,19 @@ def test_entries_and_reads(file: Path) -> None:
             equal_bytes(opened.read(name), tensor, name)
             raw = file.read_bytes()[entry.offset_bytes : entry.offset_bytes + entry.nbytes]
             assert raw == bytes(tensor_bytes(tensor)), name
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_open_file_is_not_copied(
+    copied: Callable[[TensorFile], object], file: Path, tmp_path: Path
+) -> None:
+    """A copy would close a descriptor that is another file's by then."""
+    expected = r"some\.safetensors: expected an open file to stay.*open that"
+    with TensorFile(file) as opened, pytest.raises(TypeError, match=expected):
+        copied(opened)
+    with (tmp_path / "other").open("w") as other:
+        gc.collect()
+        other.write("x")
 
 
 def test_read_into_a_part_of_another_tensor(file: Path) -> None:
