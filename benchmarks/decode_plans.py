@@ -148,9 +148,9 @@ def compile_ahead(shapes: Sequence[LayerShape], forms: Sequence[WeightFormat], t
 @click.option("--formats", default="int4", show_default=True, help=f"Some of {', '.join(FORMATS)}.")
 @click.option("--tokens", default="1,2,4,8,16,32,64", show_default=True)
 @click.option("--compile", "only_compile", is_flag=True, help="Only fill the cubin cache; needs no GPU.")
+@torch.no_grad()
 def main(shapes: str, formats: str, tokens: str, only_compile: bool) -> None:
     """Compile, or measure and print."""
-    torch.set_grad_enabled(False)
     chosen = [shape for name, shape in SHAPES.items() if any(part in name for part in shapes.split(","))]
     forms = [FORMATS[name] for name in formats.split(",")]
     counts = [int(part) for part in tokens.split(",")]

@@ -135,6 +135,7 @@ def said_by(*command: str) -> str:
 @click.option("--time-limit", type=float, help="No point begins that would not end within so many seconds.")
 @click.option("--patience", default=300.0, show_default=True, help="A step of more seconds ends the run.")
 @click.option("--commit", help="What was measured, where git cannot say.")
+@torch.no_grad()
 def main(
     impl: tuple[str, ...],
     out: Path,
@@ -151,7 +152,6 @@ def main(
     if missing and earlier is not None:
         cases = missing_cases(cases, earlier, impl)
     torch.manual_seed(0)
-    torch.set_grad_enabled(False)
     warnings.filterwarnings("ignore", message=".*deterministic.*")
     if options["warm"]:
         peers = [name for name in impl if name in PEERS]

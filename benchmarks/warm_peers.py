@@ -74,9 +74,9 @@ def jobs_of(peers: Sequence[str], cases: Sequence[Case]) -> list[tuple[str, str,
 @click.argument("shape", type=click.Choice(list(SHAPES)))
 @click.argument("form", type=click.Choice(list(FORMATS)))
 @click.argument("tokens")
+@torch.no_grad()
 def main(peer: str, shape: str, form: str, tokens: str) -> None:
     """One process: a layer, called once with each number of tokens."""
-    torch.set_grad_enabled(False)
     if peer == "humming":
         os.nice(COURTEOUS)
     counts = [int(part) for part in tokens.split(",")]
