@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -40,20 +42,30 @@ def run_file(name: str, *options: str, timeout_s: int, **environment: str) -> No
     assert " passed" in result.stdout, result.stdout
 
 
-@pytest.mark.parametrize(
-    ("file", "options"),
-    [
-        ("test_op.py", ()),
-        ("test_reproducible.py", ("-k", "decode or all")),
-        ("test_wrong_arguments.py", ()),
-        ("test_compile_mode.py", ("-k", "test_export")),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_in_the_interpreter(file: str, options: tuple[str, ...]) -> None:
-    """float32 and float16; not bfloat16, which the interpreters of triton 3.6 and 3.7.1 compute wrongly."""
+INTERPRETED = {
+    "formats": ("test_op.py", "-k", "every_format"),
+    "pairs": ("test_op.py", "-k", "not every_format"),
+    "reproducible": ("test_reproducible.py", "-k", "decode or all"),
+    "wrong arguments": ("test_wrong_arguments.py",),
+    "export": ("test_compile_mode.py", "-k", "test_export"),
+}
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[dict[str, Future[None]]]:
+    """All of them on all cores, since each takes one."""
     pytest.importorskip("triton", minversion="3.7", reason="the interpreter of triton 3.6 needs numpy < 2.4")
-    run_file(file, *options, timeout_s=900, TRITON_INTERPRET="1")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {
+            name: pool.submit(run_file, *command, timeout_s=900, TRITON_INTERPRET="1")
+            for name, command in INTERPRETED.items()
+        }
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_in_the_interpreter(interpreted: dict[str, Future[None]], name: str) -> None:
+    """float32 and float16; not bfloat16, which the interpreters of triton 3.6 and 3.7.1 compute wrongly."""
+    interpreted[name].result()
 
 
 @pytest.mark.gpu
