@@ -1,6 +1,7 @@
 """`MarlinMoELayer`, what the op runs: two Marlin matrices, facts, and a persistent workspace."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -305,9 +306,10 @@ class MarlinMoELayer:
         problems = self.update_problems(other)
         if problems:
             raise LayerError("update_: the layers differ, nothing was written.\n" + "\n".join(problems))
-        theirs = dict(other.tensors())
-        with torch.inference_mode():  # in it tensors may be written that were made in it, and all others
-            for name, tensor in self.tensors():
+        mine, theirs = dict(self.tensors()), dict(other.tensors())
+        made_in_it = any(tensor.is_inference() for tensor in mine.values())
+        with torch.inference_mode() if made_in_it else nullcontext():  # only there such may be written
+            for name, tensor in mine.items():
                 tensor.copy_(theirs[name])
         return self
 
