@@ -20,6 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
+from layer_options import containing, formats_of, numbers
 from layer_problems import FORMATS, SHAPES, LayerShape, WeightFormat, layer_count
 from layer_tensors import Routing, random_layer, random_routing, relative_error
 from layer_timing import Protocol, Replays, measure, watched
@@ -29,7 +30,7 @@ from marlin_moe.kernels.arguments import MoEArguments
 from marlin_moe.kernels.backends.cuda_moe import build_spec, run_variant
 from marlin_moe.kernels.jit.build import compile_all
 from marlin_moe.kernels.plan import decode
-from marlin_moe.kernels.plan.decode import SLOT_STEPS, SMEM_BYTES, TOKEN_TILES, DecodeVariant
+from marlin_moe.kernels.plan.decode import SMEM_BYTES, TOKEN_TILES, DecodeVariant
 from marlin_moe.kernels.plan.problem import LayerFacts
 from marlin_moe.kernels.plan.workspaces import plan_workspace
 from marlin_moe.kernels.scratch import Lease, Scratch, StreamKey
@@ -47,7 +48,7 @@ def alternatives(facts: LayerFacts, *, rows: int) -> dict[str, DecodeVariant]:
         for teams, stages in PLANS:
             one = decode.variant(facts, token_tile=tile, arch=ARCH)
             one = replace(one, teams=teams, ring_stages=stages)
-            need = one.smem_bytes(num_experts=facts.num_experts, slots=min(rows, SLOT_STEPS[-1]))
+            need = one.smem_bytes(num_experts=facts.num_experts, slots=rows)
             if one not in found.values() and need <= SMEM_BYTES[90]:
                 found[f"t{tile} {teams}x{stages}"] = one
     return found
@@ -144,22 +145,28 @@ def compile_ahead(shapes: Sequence[LayerShape], forms: Sequence[WeightFormat], t
 
 
 @click.command(help=__doc__.partition("\n")[0])
-@click.option("--shapes", default=",".join(SHAPES), show_default=True, help="Parts of names, with commas.")
-@click.option("--formats", default="int4", show_default=True, help=f"Some of {', '.join(FORMATS)}.")
-@click.option("--tokens", default="1,2,4,8,16,32,64", show_default=True)
+@click.option("--shapes", default=",".join(SHAPES), callback=containing, help="Parts of names, with commas.")
+@click.option(
+    "--formats",
+    default="int4",
+    show_default=True,
+    callback=formats_of,
+    help=f"Some of {', '.join(FORMATS)}.",
+)
+@click.option("--tokens", default="1,2,4,8,16,32,64", show_default=True, callback=numbers)
 @click.option("--compile", "only_compile", is_flag=True, help="Only fill the cubin cache; needs no GPU.")
 @torch.no_grad()
-def main(shapes: str, formats: str, tokens: str, only_compile: bool) -> None:
+def main(
+    shapes: tuple[str, ...], formats: tuple[str, ...], tokens: tuple[int, ...], only_compile: bool
+) -> None:
     """Compile, or measure and print."""
-    chosen = [shape for name, shape in SHAPES.items() if any(part in name for part in shapes.split(","))]
-    forms = [FORMATS[name] for name in formats.split(",")]
-    counts = [int(part) for part in tokens.split(",")]
+    chosen, forms = [SHAPES[name] for name in shapes], [FORMATS[name] for name in formats]
     if only_compile:
-        click.echo(f"{compile_ahead(chosen, forms, counts)} kernels in the cache")
+        click.echo(f"{compile_ahead(chosen, forms, tokens)} kernels in the cache")
         return
     for shape in chosen:
         for form in forms:
-            for line in lines(shape, form, counts, Protocol(samples=7)):
+            for line in lines(shape, form, tokens, Protocol(samples=7)):
                 click.echo(line)
             torch.cuda.empty_cache()
 

@@ -32,6 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
 from layer_bench import MAKERS, Bench, Run, free_memory
+from layer_options import containing, formats_of, names_of, numbers
 from layer_problems import DECODE_TOKENS, FORMATS, FULL_SWEEP, SHAPES, Case
 from layer_report import report_lines
 from layer_table import ceilings_line, header_line, point_lines, quoted_us
@@ -44,37 +45,6 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "moe_layer.json"
 WRONG = 1e-2  # relative error; bf16 gives a few times 1e-3
 QUICK = (1, 8, 64)
-
-
-def containing(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    """The shapes whose name contains one of the parts in `kimi,qwen3`."""
-    parts = [part.strip() for part in value.split(",")]
-    for part in parts:
-        if not part or not any(part in name for name in SHAPES):
-            raise click.BadParameter(f"expected parts of {', '.join(SHAPES)}, got {part!r}")
-    return tuple(name for name in SHAPES if any(part in name for part in parts))
-
-
-def names_of(known: Sequence[str], value: str | None) -> tuple[str, ...]:
-    """The names in `a,b`, each of them known; none where there is no value."""
-    if value is None:
-        return ()
-    names = tuple(dict.fromkeys(part.strip() for part in value.split(",")))
-    for name in names:
-        if name not in known:
-            raise click.BadParameter(f"expected some of {', '.join(known)}, got {name!r}")
-    return names
-
-
-def numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
-    """The numbers in `1,2,4`; none where there is no value."""
-    try:
-        found = tuple(int(part) for part in (value or "").split(",") if part.strip())
-    except ValueError as error:
-        raise click.BadParameter(f"expected numbers with commas, got {value!r}") from error
-    if any(number < 1 for number in found):
-        raise click.BadParameter(f"expected numbers from 1 on, got {value!r}")
-    return found
 
 
 def machine(commit: str | None) -> dict[str, str]:
@@ -103,7 +73,7 @@ def said_by(*command: str) -> str:
 @click.option("--shapes", default=",".join(SHAPES), callback=containing, help="Parts of names, with commas.")
 @click.option(
     "--formats",
-    callback=lambda context, parameter, value: names_of(list(FORMATS), value),
+    callback=formats_of,
     help=f"Some of {', '.join(FORMATS)}; int4 by default.",
 )
 @click.option("--tokens", callback=numbers, help="Numbers of tokens; 1, 2, 4 ... 128 by default.")
